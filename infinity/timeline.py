@@ -1,0 +1,183 @@
+"""Spans in time, per lane: what was busy while what else ran, as a table and as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.kinds import Lane
+
+COMPUTE_LANES = (Lane.GPU, Lane.ADAM)
+"""A motion is hidden while one of these is busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One motion or one wait: [start_ns, stop_ns) on CLOCK_MONOTONIC."""
+
+    lane: Lane
+    name: str
+    start_ns: int
+    stop_ns: int
+    nbytes: int = 0
+    is_stall: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneSummary:
+    """What one lane did in a stretch of time, in seconds and bytes."""
+
+    lane: Lane
+    busy_s: float
+    hidden_s: float
+    """Busy while compute (gpu or adam) was busy too."""
+    exposed_s: float
+    """The training thread stood still for this lane."""
+    nbytes: int
+    count: int
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second while busy."""
+        return self.nbytes / self.busy_s if self.busy_s else 0.0
+
+
+class Timeline:
+    """A bounded record of spans. Recording is cheap and thread-safe; the arithmetic happens when somebody asks.
+
+    `resolvers` are called before spans are read: movers whose times arrive late (CUDA events) hand them in there.
+    """
+
+    def __init__(self, max_spans: int = 500_000) -> None:
+        self._max_spans = max_spans
+        self._spans: list[Span] = []
+        self._lock = threading.Lock()
+        self._totals: dict[Lane, tuple[int, int]] = {lane: (0, 0) for lane in Lane}
+        self._stalled_ns: dict[Lane, int] = dict.fromkeys(Lane, 0)
+        self.resolvers: list[Callable[[], None]] = []
+
+    def record(self, lane: Lane, name: str, start_ns: int, stop_ns: int, nbytes: int = 0) -> None:
+        """A motion that is over."""
+        self._add(Span(lane, name, start_ns, stop_ns, nbytes))
+
+    @contextmanager
+    def span(self, lane: Lane, name: str, nbytes: int = 0) -> Iterator[None]:
+        """The body is the motion."""
+        start_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._add(Span(lane, name, start_ns, time.monotonic_ns(), nbytes))
+
+    @contextmanager
+    def stall(self, lane: Lane, name: str) -> Iterator[None]:
+        """The body is the training thread waiting for `lane`."""
+        start_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._add(Span(lane, name, start_ns, time.monotonic_ns(), is_stall=True))
+
+    def _add(self, span: Span) -> None:
+        with self._lock:
+            if span.is_stall:
+                self._stalled_ns[span.lane] += span.stop_ns - span.start_ns
+            else:
+                nbytes, count = self._totals[span.lane]
+                self._totals[span.lane] = (nbytes + span.nbytes, count + 1)
+            if len(self._spans) >= self._max_spans:
+                del self._spans[: self._max_spans // 10]
+            self._spans.append(span)
+
+    def spans(self, since_ns: int = 0) -> list[Span]:
+        """Spans that end after `since_ns`, oldest first."""
+        for resolve in self.resolvers:
+            resolve()
+        with self._lock:
+            kept = [span for span in self._spans if span.stop_ns > since_ns]
+        return sorted(kept, key=lambda span: span.start_ns)
+
+    def moved_bytes(self) -> dict[Lane, int]:
+        """Bytes each lane has moved since the start."""
+        for resolve in self.resolvers:
+            resolve()
+        with self._lock:
+            return {lane: nbytes for lane, (nbytes, _) in self._totals.items()}
+
+    def stalled_s(self) -> dict[Lane, float]:
+        """Seconds the training thread has waited for each lane since the start."""
+        with self._lock:
+            return {lane: ns / 1e9 for lane, ns in self._stalled_ns.items()}
+
+    def summary(self, since_ns: int = 0) -> list[LaneSummary]:
+        """Per lane: busy, hidden and exposed seconds since `since_ns`."""
+        return summarize(self.spans(since_ns))
+
+    def save_chrome_trace(self, path: str | Path, since_ns: int = 0) -> None:
+        """Write the Trace Event Format (JSON) that Perfetto and chrome://tracing open: one row per lane, one for the waits."""
+        spans = self.spans(since_ns)
+        rows = {lane: row for row, lane in enumerate(Lane, start=1)}
+        events: list[dict[str, object]] = [
+            {"name": "thread_name", "ph": "M", "pid": 1, "tid": row, "args": {"name": str(lane)}} for lane, row in rows.items()
+        ]
+        events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": "waits"}})
+        for span in spans:
+            row = 0 if span.is_stall else rows[span.lane]
+            name = f"wait for {span.lane}: {span.name}" if span.is_stall else span.name
+            args = {"bytes": span.nbytes}
+            events.append({"name": name, "ph": "X", "pid": 1, "tid": row, "ts": span.start_ns / 1e3, "dur": (span.stop_ns - span.start_ns) / 1e3, "args": args})
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def summarize(spans: Iterable[Span]) -> list[LaneSummary]:
+    """Busy is the union of a lane's spans; hidden is its overlap with compute; exposed is the sum of the waits for it."""
+    spans = list(spans)
+    moving = {lane: _union([span for span in spans if span.lane is lane and not span.is_stall]) for lane in Lane}
+    compute = _union([span for span in spans if span.lane in COMPUTE_LANES and not span.is_stall])
+    summaries = []
+    for lane in Lane:
+        mine = [span for span in spans if span.lane is lane]
+        if not mine:
+            continue
+        hidden_ns = 0 if lane in COMPUTE_LANES else _overlap(moving[lane], compute)
+        summaries.append(
+            LaneSummary(
+                lane=lane,
+                busy_s=_length(moving[lane]) / 1e9,
+                hidden_s=hidden_ns / 1e9,
+                exposed_s=sum(span.stop_ns - span.start_ns for span in mine if span.is_stall) / 1e9,
+                nbytes=sum(span.nbytes for span in mine),
+                count=sum(not span.is_stall for span in mine),
+            )
+        )
+    return summaries
+
+
+def _union(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        if runs and span.start_ns <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], span.stop_ns))
+        else:
+            runs.append((span.start_ns, span.stop_ns))
+    return runs
+
+
+def _length(runs: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _overlap(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> int:
+    total, i, j = 0, 0, 0
+    while i < len(left) and j < len(right):
+        total += max(0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
