@@ -1,0 +1,264 @@
+"""Every setting of the engine, one model per owner. After this page nobody checks a value again."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from infinity.config.section import AutoBytes, Bytes, Directory, Number, Section, Whole
+from infinity.kinds import Tier
+from infinity.sizes import SECTOR_BYTES, MiB
+
+CHUNK_GRANULE_BYTES = 2048 * 4
+"""A chunk is a multiple of 2048 elements, and its states are fp32."""
+
+class Budgets(Section):
+    """Bytes one process may hold in a tier: state at rest, staging, pinned buffers, live units and gradients."""
+
+    hbm: AutoBytes = "auto"
+    """GPU memory, activations included, in bytes. "auto": what is free on the device, less a margin. 0: nothing rests
+    there. Without a GPU it is 0."""
+
+    cpu: AutoBytes = "auto"
+    """CPU memory in bytes. "auto": half of what is available. Less means more bytes from and to NVMe in each step;
+    a number below the minimum is refused with the minimum."""
+
+
+Place = Literal["auto", "hbm", "cpu", "nvme"]
+
+
+class Placement(Section):
+    """Which tier states live on: "auto" fills HBM, then CPU memory, then NVMe; a tier's name pins them there."""
+
+    param: Place = "auto"
+    """Parameters, read twice in each forward and backward. On NVMe: 2 reads and 1 write of their bytes per step."""
+
+    grad: Place = "auto"
+    """Gradients between backward and the update. On NVMe: 1 write and 1 read of their bytes per micro-step."""
+
+    optimizer: Place = "auto"
+    """Masters and Adam states, 12 bytes per element, read and written once in each step: 24 bytes per element and step on NVMe."""
+
+
+class NvmePath(Section):
+    """One directory on one drive."""
+
+    path: Directory
+    """A directory that exists and is writable; files go to PATH/infinity/RUN. Give each drive its own."""
+
+    weight: Annotated[Number, Field(gt=0)] | None = None
+    """Share of the bytes this path takes, relative to the others. Unset: its measured bandwidth decides."""
+
+    max_bytes: Bytes | None = None
+    """The most bytes to keep there. Unset: what is free."""
+
+
+def _as_path(value: object) -> object:
+    return value if isinstance(value, dict | NvmePath) else {"path": value}
+
+
+class Nvme(Section):
+    """Where state files live, and how they are read and written."""
+
+    paths: tuple[Annotated[NvmePath, BeforeValidator(_as_path)], ...] = ()
+    """Directories, one per drive: strings, or tables of path, weight and max_bytes. Relative ones start at this file's folder. None: no NVMe tier."""
+
+    block_size: Bytes = MiB
+    """Largest single request handed to the kernel: a multiple of 4096, at least 4KiB. Smaller costs system calls, larger adds latency."""
+
+    queue_depth: Whole = Field(32, ge=1, le=1024)
+    """Requests in flight per worker, 1 to 1024. Past the drive's own depth more only adds latency."""
+
+    readers: Whole = Field(1, ge=1, le=16)
+    """Threads that read, per path, 1 to 16. One saturates most drives."""
+
+    writers: Whole = Field(1, ge=1, le=16)
+    """Threads that write, per path, 1 to 16."""
+
+    deadline_s: Number = Field(120.0, gt=0, le=86400)
+    """Seconds after which a request that does not finish is an error rather than a hang, up to a day."""
+
+    @field_validator("block_size")
+    @classmethod
+    def _aligned(cls, value: int) -> int:
+        if value < SECTOR_BYTES or value % SECTOR_BYTES:
+            nearest = max(SECTOR_BYTES, value // SECTOR_BYTES * SECTOR_BYTES)
+            raise ValueError(f"{value} is not a multiple of {SECTOR_BYTES}, which direct I/O needs. Try {nearest}.")
+        return value
+
+    @field_validator("paths")
+    @classmethod
+    def _distinct(cls, value: tuple[NvmePath, ...]) -> tuple[NvmePath, ...]:
+        seen: set[str] = set()
+        for entry in value:
+            if entry.path in seen:
+                raise ValueError(f"{entry.path} is named twice: give each path once; a weight raises its share")
+            seen.add(entry.path)
+        return value
+
+
+class Store(Section):
+    """The run that the files on NVMe belong to."""
+
+    run: str = Field("default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    """Name of the run, also the name of its directory under each path: letters, digits, dot, dash and underscore."""
+
+    resume: Literal["auto", "never", "must"] = "auto"
+    """What to do with an earlier state of this run. "auto": go on with it if there is one; "never": start anew; "must": fail if there is none."""
+
+
+class Precision(Section):
+    """Number formats. Masters and Adam states are always fp32."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What parameters and gradients are cast to. "bf16" and "fp16" halve the bytes of both and want a processor with that
+    arithmetic; "fp16" needs engine.scale(loss)."""
+
+    keep_fp32: tuple[str, ...] = ()
+    """Parameters that stay fp32: names or shell patterns such as "*.norm.weight"."""
+
+    init_scale: Number = Field(65536.0, gt=0)
+    """fp16 only: the first factor on the loss."""
+
+    growth_factor: Number = Field(2.0, gt=1)
+    """fp16 only: what the factor is multiplied by after growth_interval steps in a row without overflow."""
+
+    backoff_factor: Number = Field(0.5, gt=0, lt=1)
+    """fp16 only: what the factor is multiplied by after a step that overflowed, which is skipped."""
+
+    growth_interval: Whole = Field(2000, ge=1)
+    """fp16 only: steps in a row without overflow before the factor grows."""
+
+
+def _off(value: object) -> object:
+    return None if value == "off" else value
+
+
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+class Optimizer(Section):
+    """AdamW, with the names and defaults of torch.optim.AdamW. Parameter groups given in code override lr, betas, eps and weight_decay."""
+
+    lr: Number = Field(1e-3, ge=0)
+    """Learning rate before any schedule."""
+
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square, each from 0 to below 1."""
+
+    eps: Number = Field(1e-8, ge=0)
+    """Added to the root of the second moment."""
+
+    weight_decay: Number = Field(1e-2, ge=0)
+    """Decoupled weight decay: each step multiplies weights by 1 - lr * weight_decay."""
+
+    max_grad_norm: Annotated[Annotated[Number, Field(gt=0)] | None, BeforeValidator(_off)] = None
+    """Global gradient norm to clip at; "off" does not clip. On: no update can start before the backward has ended."""
+
+    chunk_size: Bytes = 16 * MiB
+    """Bytes of one fp32 state that are read, updated and written in one go: a multiple of 8KiB. The step
+    holds about three chunks of three states each in CPU memory."""
+
+    @field_validator("chunk_size")
+    @classmethod
+    def _whole_granules(cls, value: int) -> int:
+        if value < CHUNK_GRANULE_BYTES or value % CHUNK_GRANULE_BYTES:
+            nearest = max(CHUNK_GRANULE_BYTES, value // CHUNK_GRANULE_BYTES * CHUNK_GRANULE_BYTES)
+            raise ValueError(f"{value} is not a multiple of {CHUNK_GRANULE_BYTES} (2048 elements of fp32). Try {nearest}.")
+        return value
+
+
+class Prefetch(Section):
+    """How far the mover runs ahead of compute."""
+
+    units: Whole = Field(2, ge=0, le=1024)
+    """Units fetched ahead of the one in use, 0 to 1024. Each costs one unit of memory; 0 fetches on demand, which hides nothing."""
+
+
+class Units(Section):
+    """How the model is cut into units, which are fetched, used and released together."""
+
+    classes: tuple[str, ...] = ()
+    """Class names of the modules that become units, such as "Block". None: elements of repeated module lists are found automatically."""
+
+    threshold: Whole = Field(1 << 20, ge=1)
+    """Elements of its own above which any other module, such as an embedding, becomes a unit; the rest stays together in the root unit."""
+
+
+Spec = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+class Train(Section):
+    """The run of `infinity train`; a loop of your own ignores this section."""
+
+    model: Spec | None = None
+    """What builds the model, as module:function. The function takes nothing and gives an nn.Module
+    whose forward(**batch) gives a loss or an object with .loss."""
+
+    data: Spec | None = None
+    """Where batches come from, as module:function. The function takes (config, rank, world_size) and gives an iterable of dicts of tensors."""
+
+    steps: Whole = Field(1000, ge=1)
+    """Optimizer steps of the whole run."""
+
+    batch_size: Whole = Field(8, ge=1)
+    """Sequences in one micro-step; for the data function. Activations in memory grow with it."""
+
+    sequence_length: Whole = Field(1024, ge=1)
+    """Tokens per sequence; for the data function. Activations in memory grow with it."""
+
+    accumulation: Whole = Field(1, ge=1)
+    """Micro-steps per optimizer step; the loss of each is divided by this number."""
+
+    warmup_steps: Whole = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly from 0 to optimizer.lr."""
+
+    schedule: Literal["cosine", "constant"] = "constant"
+    """The learning rate after the warm-up: "cosine" falls to 0 at the last step."""
+
+    seed: Whole = Field(0, ge=0, lt=2**63)
+    """Seed of the initial weights, of dropout and of the order of the data."""
+
+    log_every: Whole = Field(10, ge=1)
+    """Steps between two printed lines; metrics.jsonl has every step."""
+
+    save_every: Whole = Field(0, ge=0)
+    """Steps between two checkpoints in output/step-N; 0 saves only at the end. Each holds all weights
+    and Adam states: 12 bytes per element and more."""
+
+    output: Directory = "runs"
+    """Directory for checkpoints, metrics.jsonl and trace.json; made if missing."""
+
+
+class Config(Section):
+    """The whole configuration."""
+
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """Where the model computes: "auto" (cuda where there is one), "cpu", "cuda" or "cuda:N". Tensors in the model's arguments are moved there."""
+
+    budgets: Budgets = Budgets()
+    placement: Placement = Placement()
+    nvme: Nvme = Nvme()
+    store: Store = Store()
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    prefetch: Prefetch = Prefetch()
+    units: Units = Units()
+    train: Train = Train()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections(cls, data: Any) -> Any:
+        """Absent sections are built from their fields, so that default paths see the configuration file's folder too."""
+        if not isinstance(data, dict):
+            return data
+        absent = {name for name, field in cls.model_fields.items() if isinstance(field.default, Section) and name not in data}
+        return data | {name: {} for name in absent}
+
+    @model_validator(mode="after")
+    def _nvme_has_paths(self) -> Config:
+        pinned = [name for name, place in self.placement if place == Tier.NVME]
+        if pinned and not self.nvme.paths:
+            raise ValueError(f'placement.{pinned[0]} = "nvme" needs a directory: set nvme.paths')
+        return self
