@@ -1,0 +1,114 @@
+"""AdamW on flat tensors: the formula to read, and the two kernels that compute it where the states live."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinity import native
+from infinity.native import AdamSegment
+
+States = tuple[Tensor, ...]
+"""A chunk's optimizer states, [numel] fp32 each, in the order of kinds.OPTIMIZER_STATES."""
+
+
+def reference_step(
+    master: Tensor,  # [numel] fp32, in place
+    exp_avg: Tensor,  # [numel] fp32, in place
+    exp_avg_sq: Tensor,  # [numel] fp32, in place
+    grad: Tensor,  # [numel] fp32, bf16 or fp16
+    param_out: Tensor | None,  # [numel] fp32, bf16 or fp16, written
+    segments: Iterable[AdamSegment],
+    grad_scale: float = 1.0,
+) -> None:
+    """One AdamW update of the elements in `segments`; the others are left alone.
+
+    Loshchilov and Hutter 2019, algorithm 2, with the decay multiplied by the learning rate as torch.optim.AdamW does.
+    """
+    for start, stop, lr, beta1, beta2, eps, weight_decay, step in segments:
+        param, mean, square = master[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop]
+        g = grad[start:stop].float() * grad_scale
+
+        param.mul_(1 - lr * weight_decay)
+        mean.mul_(beta1).add_(g, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+
+        mean_correction = 1 - beta1**step
+        square_correction = 1 - beta2**step
+        denominator = (square.sqrt() / math.sqrt(square_correction)).add_(eps)
+        param.addcdiv_(mean, denominator, value=-lr / mean_correction)
+
+        if param_out is not None:
+            param_out[start:stop].copy_(param)
+
+
+class Kernel(Protocol):
+    """An optimizer's arithmetic on one chunk, on the device where the chunk's states are."""
+
+    def update(self, states: States, grad: Tensor, param_out: Tensor, segments: Sequence[AdamSegment], grad_scale: float) -> None:
+        """Update `states` in place and write the new parameters, for the elements in `segments` only."""
+
+
+class CpuKernel:
+    """One pass over memory: unscale, clip, AdamW, cast. Runs on a native thread pool without the GIL."""
+
+    def __init__(self, pool: native.ThreadPool) -> None:
+        self._pool = pool
+
+    def update(self, states: States, grad: Tensor, param_out: Tensor, segments: Sequence[AdamSegment], grad_scale: float) -> None:
+        master, exp_avg, exp_avg_sq = states
+        native.adamw(self._pool, master, exp_avg, exp_avg_sq, grad, param_out, segments, grad_scale=grad_scale)
+
+
+class GpuKernel:
+    """Four launches or so per chunk on the current stream: gradient to fp32 times scale, torch's fused AdamW, cast.
+
+    Borrows one fp32 gradient of the chunk's length from torch's allocator while it runs.
+    """
+
+    def update(self, states: States, grad: Tensor, param_out: Tensor, segments: Sequence[AdamSegment], grad_scale: float) -> None:
+        # A one-element tensor, unlike a number, takes part in type promotion: the product is fp32 in a single pass.
+        scale = torch.full((1,), grad_scale, dtype=torch.float32, device=grad.device)
+        grad = torch.mul(grad, scale)
+        for rule, runs in _by_rule(segments).items():
+            _fused_adamw([[tensor[run] for run in runs] for tensor in (*states, grad)], rule)
+        runs = [slice(segment.start, segment.stop) for segment in segments]
+        torch._foreach_copy_([param_out[run] for run in runs], [states[0][run] for run in runs])
+
+
+RuleKey = tuple[float, float, float, float, float, int]
+"""lr, beta1, beta2, eps, weight_decay, step: what one fused call can do at once."""
+
+
+def _by_rule(segments: Iterable[AdamSegment]) -> dict[RuleKey, list[slice]]:
+    groups: dict[RuleKey, list[slice]] = {}
+    for start, stop, *rule in segments:
+        lr, beta1, beta2, eps, weight_decay, step = rule
+        groups.setdefault((lr, beta1, beta2, eps, weight_decay, int(step)), []).append(slice(start, stop))
+    return groups
+
+
+def _fused_adamw(tensors: list[list[Tensor]], rule: RuleKey) -> None:
+    """torch's multi-tensor kernel on equally long lists of master, exp_avg, exp_avg_sq and grad."""
+    masters, exp_avgs, exp_avg_sqs, grads = tensors
+    lr, beta1, beta2, eps, weight_decay, step = rule
+    steps = [torch.full((), float(step), dtype=torch.float32, device=masters[0].device)] * len(masters)
+    torch._fused_adamw_(
+        masters,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )

@@ -1,0 +1,116 @@
+"""The pieces that the optimizer works on: one chunk of a trainable shard, its parameters, and the rule for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from infinity.kinds import Group
+from infinity.native import AdamSegment
+from infinity.sharding.layout import FlatLayout, Interval, UnitLayout
+from infinity.storage.chunks import ChunkKey
+
+FlatKey = tuple[int, int]
+"""(unit index, flat index): one flat buffer of the model."""
+
+
+class Address(NamedTuple):
+    """Where a parameter lives: slot `slot` of flat `flat` of unit `unit`."""
+
+    name: str
+    unit: int
+    flat: int
+    slot: int
+
+    @property
+    def flat_key(self) -> FlatKey:
+        return self.unit, self.flat
+
+
+class Rule(NamedTuple):
+    """The numbers of one parameter's next AdamW update, in torch.optim.AdamW's names; `step` is 1 at the first update."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+
+Rules = Mapping[FlatKey, Mapping[int, Rule]]
+"""Per flat and slot index, the rule of each parameter that is updated in this step. A slot without a rule is left alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A run of one rank's shard that is read, updated and written in one go."""
+
+    unit: int
+    flat: int
+    index: int
+    interval: Interval
+    """Elements of the shard: [start, stop)."""
+    dtype: torch.dtype
+    """Of the parameter, and of a gradient when it arrives."""
+    grad_dtype: torch.dtype
+    """Of a gradient at rest: `dtype`, or fp32 where micro-steps are added up."""
+    pieces: tuple[tuple[int, Interval], ...]
+    """(slot index, where it lies in this chunk) for each parameter that meets it."""
+
+    @property
+    def numel(self) -> int:
+        return len(self.interval)
+
+    @property
+    def flat_key(self) -> FlatKey:
+        return self.unit, self.flat
+
+    def key(self, group: Group) -> ChunkKey:
+        return ChunkKey(self.unit, self.flat, group, self.index)
+
+    def meets(self, slots: frozenset[int]) -> bool:
+        """Whether a parameter of `slots` has elements here."""
+        return any(slot in slots for slot, _ in self.pieces)
+
+
+def trainable_chunks(units: Sequence[UnitLayout], chunk_numel: int, *, grad_dtype: torch.dtype | None = None, rank: int = 0) -> tuple[Chunk, ...]:
+    """Every chunk of `rank`'s trainable shards, in forward order: unit by unit, flat by flat.
+
+    Gradients rest in `grad_dtype`, fp32 where micro-steps are added up; None is the flat's own dtype.
+    """
+    return tuple(
+        chunk
+        for unit in units
+        for flat_index, flat in enumerate(unit.flats)
+        if flat.trainable
+        for chunk in _flat_chunks(unit.index, flat_index, flat, chunk_numel, grad_dtype or flat.dtype, rank)
+    )
+
+
+def _flat_chunks(unit: int, flat_index: int, flat: FlatLayout, chunk_numel: int, grad_dtype: torch.dtype, rank: int) -> Iterator[Chunk]:
+    shard_start = flat.shard(rank).start
+    for index, interval in enumerate(flat.chunks(chunk_numel)):
+        pieces = tuple(flat.pieces(interval.shifted(shard_start)))
+        yield Chunk(unit=unit, flat=flat_index, index=index, interval=interval, dtype=flat.dtype, grad_dtype=grad_dtype, pieces=pieces)
+
+
+def segments(chunk: Chunk, rules: Mapping[int, Rule]) -> list[AdamSegment]:
+    """The runs of `chunk` that have a rule, in order. Neighbours of equal rule become one run, across the padding between them.
+
+    Padding is zero in the states and in the gradient, and AdamW maps zeros to zeros as long as eps > 0, so it stays zero.
+    """
+    runs: list[AdamSegment] = []
+    last_slot: int | None = None
+    for slot, interval in chunk.pieces:
+        rule = rules.get(slot)
+        if rule is not None:
+            run = AdamSegment(interval.start, interval.stop, *rule)
+            if last_slot is not None and runs[-1][2:] == run[2:] and rule.eps > 0:
+                run = AdamSegment(runs.pop().start, *run[1:])
+            runs.append(run)
+        last_slot = slot if rule is not None else None
+    return runs

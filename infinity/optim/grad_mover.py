@@ -1,0 +1,268 @@
+"""Gradients on their way from the compute device to CPU memory or NVMe: one thread that lands them and adds them up."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity import native
+from infinity.errors import ClosedError, MoverError
+from infinity.kinds import Group, Lane, Tier
+from infinity.optim.chunks import Chunk
+from infinity.optim.ring import Ring
+from infinity.storage.copies import Copies
+from infinity.storage.slabs import SlabPool
+from infinity.storage.store import Store
+from infinity.storage.work import COMPLETED, Work, join
+from infinity.timeline import Timeline
+
+LOOKAHEAD = 2
+"""Chunks under way at a time: one that comes down while the one before is added up."""
+
+RING_COUNT = LOOKAHEAD + 1
+"""One more, which is being written."""
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """One chunk of an arriving gradient."""
+
+    chunk: Chunk
+    source: Tensor | None
+    """[chunk.numel] of chunk.dtype on the compute device; dropped once it has landed."""
+    ready: torch.cuda.Event | None
+    """When the stream that computed `source` had it done; None on a CPU compute device."""
+    is_first: bool
+    """Nothing of this step rests in the chunk yet: it is overwritten, not added to."""
+    guard: Work
+    """The last step's use of the chunk."""
+    landed: Callable[[], None]
+    """Told once nothing reads `source` any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Landing:
+    """A move under way."""
+
+    move: Move
+    total: Tensor
+    """[numel] of chunk.grad_dtype: the sum at rest, in the resident buffer or in a loan of the resting ring."""
+    addend: Tensor | None
+    """[numel] of chunk.dtype, landed beside `total`; None where it lands in `total` itself."""
+    total_loan: Tensor | None
+    addend_loan: Tensor | None
+    arrived: Work
+
+
+class GradMover:
+    """Lands moves in order of arrival. `sumsq` is the sum of squares of each chunk's sum, known once `wait_landed()` returned."""
+
+    def __init__(
+        self,
+        chunks: Iterable[Chunk],
+        *,
+        store: Store,
+        copies: Copies,
+        pool: native.ThreadPool,
+        slabs: SlabPool,
+        timeline: Timeline,
+        device: torch.device,
+        deadline_s: float,
+    ) -> None:
+        self.sumsq: dict[Chunk, float] = {}
+        self._store = store
+        self._copies = copies
+        self._pool = pool
+        self._timeline = timeline
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._deadline_s = deadline_s
+        addends, totals = self._staging(chunks)
+        self._addends = Ring(slabs.take, count=RING_COUNT, nbytes=addends)
+        self._totals = Ring(slabs.take, count=RING_COUNT, nbytes=totals)
+        self._written: dict[Chunk, Work] = {}
+        self._pending: deque[Move] = deque()
+        self._unfinished = 0
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="infinity-grads", daemon=True)
+        self._thread.start()
+
+    @property
+    def staging_bytes(self) -> int:
+        """CPU memory held beside the gradients at rest."""
+        return self._addends.nbytes + self._totals.nbytes
+
+    def push(self, moves: list[Move]) -> None:
+        """Start landing `moves`, in order. Raises what the thread died of."""
+        with self._changed:
+            self.check()
+            self._pending.extend(moves)
+            self._unfinished += len(moves)
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what the thread died of."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise ClosedError("gradients arrived after close()")
+
+    def wait_landed(self) -> None:
+        """Until every move pushed so far is added up. Raises what the thread died of, MoverError if nothing moves for the deadline."""
+        with self._changed:
+            while self._unfinished and self._failure is None:
+                before = self._unfinished
+                if not self._changed.wait(self._deadline_s) and self._unfinished == before:
+                    raise MoverError(f"gradients: none of {before} chunks under way came to rest within {self._deadline_s:g} s")
+            self.check()
+
+    def wait_written(self) -> None:
+        """Until every chunk that rests on NVMe is there."""
+        self.wait_landed()
+        join(self._written.values()).wait()
+
+    def clear(self) -> None:
+        """Forget the sums, after `wait_landed()`. Writes under way go on, and the next write of a chunk comes after them."""
+        self.sumsq = {}
+
+    def close(self) -> None:
+        """Finish what is under way, drop what is not, end the thread."""
+        with self._changed:
+            self._closing = True
+            dropped = self._drop_pending()
+            self._changed.notify_all()
+        for move in dropped:
+            move.landed()
+        self._thread.join(self._deadline_s)
+
+    # The thread.
+
+    def _run(self) -> None:
+        under_way: deque[_Landing] = deque()
+        try:
+            while True:
+                move = self._next(under_way)
+                if move is not None:
+                    under_way.append(self._start(move))
+                elif under_way:
+                    self._finish(under_way.popleft())
+                else:
+                    break
+            join(self._written.values()).wait()
+        except BaseException as error:
+            self._fail(error, under_way)
+
+    def _next(self, under_way: deque[_Landing]) -> Move | None:
+        """The next move to start; None when one has to be finished first, or when there is nothing more to do at all."""
+        with self._changed:
+            while not (self._pending or under_way or self._closing):
+                self._changed.wait()
+            if not self._pending or len(under_way) == LOOKAHEAD:
+                return None
+            if any(landing.move.chunk is self._pending[0].chunk for landing in under_way):
+                return None  # its sum is what this one adds to
+            return self._pending.popleft()
+
+    def _start(self, move: Move) -> _Landing:
+        """Begin to bring down the new gradient and, from NVMe, the sum so far."""
+        assert move.source is not None
+        chunk = move.chunk
+        move.guard.wait()
+        total, total_loan, fetched = self._begin_total(move)
+        if move.is_first and chunk.grad_dtype == chunk.dtype:
+            return _Landing(move, total, None, total_loan, None, self._download(move, total))
+        if self._side_stream is None:
+            return _Landing(move, total, move.source, total_loan, None, fetched)
+        addend_loan = self._addends.take()
+        addend = typed(addend_loan, chunk.dtype, chunk.numel)
+        return _Landing(move, total, addend, total_loan, addend_loan, join((fetched, self._download(move, addend))))
+
+    def _begin_total(self, move: Move) -> tuple[Tensor, Tensor | None, Work]:
+        """Where the sum is, the ring buffer if it is one, and the read that brings the sum so far."""
+        chunk, key = move.chunk, move.chunk.key(Group.GRAD)
+        resident = self._store.resident(key)
+        if resident is not None:
+            return typed(resident, chunk.grad_dtype, chunk.numel), None, COMPLETED
+        written = self._written.pop(chunk, None)
+        if written is not None:
+            written.wait()
+        loan = self._totals.take()
+        total = typed(loan, chunk.grad_dtype, chunk.numel)
+        fetched = COMPLETED if move.is_first else self._store.fetch(key, total.view(torch.uint8))
+        return total, loan, fetched
+
+    def _download(self, move: Move, target: Tensor) -> Work:
+        assert move.source is not None
+        if self._side_stream is None or move.ready is None:
+            return self._copies.download(move.source, target)
+        with torch.cuda.stream(self._side_stream):
+            # Not after all that compute has queued by now, only after the gradient itself.
+            self._side_stream.wait_event(move.ready)
+            return self._copies.download(move.source, target)
+
+    def _finish(self, landing: _Landing) -> None:
+        """Add up, and write the sum to where it rests."""
+        move, key = landing.move, landing.move.chunk.key(Group.GRAD)
+        landing.arrived.wait()
+        with self._timeline.span(Lane.ADAM, f"grad {key}", landing.total.nbytes):
+            sumsq = self._add_up(landing)
+        if landing.addend_loan is not None:
+            self._addends.give_back(landing.addend_loan, COMPLETED)
+        if landing.total_loan is not None:
+            write = self._store.write_back(key, landing.total.view(torch.uint8))
+            self._totals.give_back(landing.total_loan, write)
+            self._written[move.chunk] = write
+        move.source = landing.addend = None
+        move.landed()
+        with self._changed:
+            self.sumsq[move.chunk] = sumsq
+            self._unfinished -= 1
+            self._changed.notify_all()
+
+    def _add_up(self, landing: _Landing) -> float:
+        """The sum of squares of the new sum."""
+        if landing.addend is None:
+            return native.sum_of_squares(self._pool, landing.total)
+        if landing.move.is_first:
+            native.cast(self._pool, landing.addend, landing.total)
+            return native.sum_of_squares(self._pool, landing.total)
+        return native.accumulate(self._pool, landing.total, landing.addend)
+
+    def _fail(self, error: BaseException, under_way: Iterable[_Landing]) -> None:
+        """Everybody who waits hears of it; nobody waits for memory that would come from moves that never happen."""
+        with self._changed:
+            self._failure = error
+            dropped = self._drop_pending()
+            self._changed.notify_all()
+        for move in (*(landing.move for landing in under_way), *dropped):
+            move.landed()
+
+    def _drop_pending(self) -> list[Move]:
+        dropped = list(self._pending)
+        self._pending.clear()
+        self._unfinished -= len(dropped)
+        return dropped
+
+    def _staging(self, chunks: Iterable[Chunk]) -> tuple[int, int]:
+        """Bytes per buffer of the two rings: what placement and dtypes make necessary, else 0."""
+        addends = totals = 0
+        for chunk in chunks:
+            tier = self._store.tier(chunk.key(Group.GRAD))
+            if tier is Tier.HBM:
+                continue
+            if self._side_stream is not None:
+                addends = max(addends, chunk.numel * chunk.dtype.itemsize)
+            if tier is Tier.NVME:
+                totals = max(totals, chunk.numel * chunk.grad_dtype.itemsize)
+        return addends, totals
+
+
+def typed(buffer: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+    """The first `numel` elements of a uint8 buffer as `dtype`, the same memory."""
+    return buffer[: numel * dtype.itemsize].view(dtype)

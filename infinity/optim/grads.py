@@ -1,0 +1,211 @@
+"""Gradients at rest: what has arrived since the last step, where, and how large it is."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from infinity import native
+from infinity.kinds import Group, Tier
+from infinity.optim.chunks import Chunk, FlatKey
+from infinity.optim.grad_mover import GradMover, Move, typed
+from infinity.optim.promise import Promise
+from infinity.storage.copies import Copies
+from infinity.storage.slabs import SlabPool
+from infinity.storage.store import Store
+from infinity.storage.work import COMPLETED, Work
+from infinity.timeline import Timeline
+
+
+class GradSet:
+    """The gradients of one step, owned by whoever took them. The next backward may overwrite a chunk as soon as it is `done`."""
+
+    def __init__(self, present: dict[FlatKey, frozenset[int]], guards: dict[Chunk, Promise]) -> None:
+        self.present = present
+        """Per flat, the slots that got a gradient."""
+        self._guards = guards
+
+    def done(self, chunk: Chunk, after: Work = COMPLETED) -> None:
+        """The chunk's gradient is not read any more once `after` is over."""
+        self._guards[chunk].keep(after)
+
+    def keep_only(self, chunks: Iterable[Chunk]) -> None:
+        """The others are not read."""
+        kept = set(chunks)
+        for chunk, guard in self._guards.items():
+            if chunk not in kept:
+                guard.keep()
+
+    def drop(self) -> None:
+        """Nothing of the set is read any more."""
+        for guard in self._guards.values():
+            guard.keep()
+
+    def fail(self, failure: BaseException) -> None:
+        """The step died; what it was to read must not be overwritten as if it had been used."""
+        for guard in self._guards.values():
+            guard.fail(failure)
+
+
+class Grads:
+    """Receives full flat gradients during backward and brings each chunk to rest in the tier that the store placed it in.
+
+    HBM: added up on the compute device, at once. CPU: brought down, then added up by the CPU. NVMe: brought down, added to what is there, written.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[Chunk],
+        *,
+        store: Store,
+        copies: Copies,
+        pool: native.ThreadPool,
+        slabs: SlabPool,  # pinned where there is a CUDA device
+        timeline: Timeline,
+        device: torch.device,
+        deadline_s: float,
+    ) -> None:
+        self._chunks = tuple(chunks)
+        self._by_flat: dict[FlatKey, list[Chunk]] = {}
+        for chunk in self._chunks:
+            self._by_flat.setdefault(chunk.flat_key, []).append(chunk)
+        self._store = store
+        self._device = device
+        self._deadline_s = deadline_s
+        self._mover = GradMover(
+            self._chunks, store=store, copies=copies, pool=pool, slabs=slabs, timeline=timeline, device=device, deadline_s=deadline_s
+        )
+        self._present: dict[FlatKey, frozenset[int]] = {}
+        self._begun: set[Chunk] = set()
+        self.arrivals = 0
+        """How many flat gradients have arrived since the start."""
+        self._guards: dict[Chunk, Promise] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def staging_bytes(self) -> int:
+        """CPU memory held beside the gradients at rest."""
+        return self._mover.staging_bytes
+
+    def arrive(self, unit: int, flat: int, grad: Tensor, present: frozenset[int], on_release: Callable[[], None] = lambda: None) -> None:
+        """A gradient of a whole flat buffer, [flat.numel] of its dtype on the compute device; zero outside the slots in `present`.
+
+        May come several times between steps: later ones are added. Ownership passes: `on_release` is called once nothing but the stream
+        that is current now uses `grad`, from this thread or another. Returns without waiting for a copy or a disk, except where the last
+        step still reads a chunk in HBM. Raises what landing an earlier gradient raised.
+        """
+        self._mover.check()
+        moves: list[Move] = []
+        count = _Countdown(on_release)
+        with self._lock:
+            self.arrivals += 1
+            self._present[unit, flat] = self._present.get((unit, flat), frozenset()) | present
+            for chunk in self._by_flat[unit, flat]:
+                if chunk.meets(present):
+                    source = grad[chunk.interval.start : chunk.interval.stop]
+                    guard: Work = self._guards.get(chunk, COMPLETED)
+                    moves.append(Move(chunk, source, None, chunk not in self._begun, guard, count.down))
+                    self._begun.add(chunk)
+            far = [move for move in moves if not self._land_in_hbm(move)]
+            self._send(far, count)
+
+    def _land_in_hbm(self, move: Move) -> bool:
+        """Add up on the current stream, if that is where the chunk rests."""
+        chunk = move.chunk
+        if self._store.tier(chunk.key(Group.GRAD)) is not Tier.HBM:
+            return False
+        assert move.source is not None
+        move.guard.wait()
+        total = self._resident(chunk)
+        if move.is_first:
+            total.copy_(move.source)
+        else:
+            total.add_(move.source)
+        return True
+
+    def _send(self, moves: list[Move], count: _Countdown) -> None:
+        count.start(len(moves))
+        if not moves:
+            return
+        ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        for move in moves:
+            move.ready = ready
+        self._mover.push(moves)
+
+    def present(self, unit: int, flat: int) -> frozenset[int]:
+        """The slots of a flat that got a gradient since the last step."""
+        return self._present.get((unit, flat), frozenset())
+
+    def is_empty(self) -> bool:
+        """Whether no parameter got a gradient since the last step."""
+        return not any(self._present.values())
+
+    def wait(self) -> None:
+        """Until everything that arrived is at rest. Raises what the mover raised."""
+        self._mover.wait_written()
+
+    def norm(self) -> float:
+        """The 2-norm of all gradients since the last step: fp64 sums of each chunk, added in chunk order (fp32 inside a chunk in HBM). Waits."""
+        self._mover.wait_landed()
+        sumsq = dict(self._mover.sumsq)
+        sumsq.update(self._sumsq_in_hbm())
+        return math.sqrt(sum(sumsq[chunk] for chunk in self._chunks if chunk in self._begun))
+
+    def _sumsq_in_hbm(self) -> dict[Chunk, float]:
+        chunks = [chunk for chunk in self._chunks if chunk in self._begun and self._store.tier(chunk.key(Group.GRAD)) is Tier.HBM]
+        if not chunks:
+            return {}
+        norms = torch._foreach_norm([self._resident(chunk) for chunk in chunks], 2, torch.float32)
+        return dict(zip(chunks, torch.stack(norms).double().square().tolist(), strict=True))
+
+    def take(self) -> GradSet:
+        """All gradients since the last step, at rest; the next arrival starts afresh. Waits."""
+        self.wait()
+        with self._lock:
+            guards = {chunk: Promise(f"the update of {chunk.key(Group.OPTIMIZER)}", self._deadline_s) for chunk in self._begun}
+            taken = GradSet(self._present, guards)
+            self._guards.update(guards)
+            self._forget()
+        return taken
+
+    def clear(self) -> None:
+        """Drop all gradients since the last step. Waits until none is under way."""
+        self._mover.wait_landed()
+        with self._lock:
+            self._forget()
+
+    def close(self) -> None:
+        """End the mover's thread; what is under way is finished."""
+        self._mover.close()
+
+    def _forget(self) -> None:
+        self._present = {}
+        self._begun = set()
+        self._mover.clear()
+
+    def _resident(self, chunk: Chunk) -> Tensor:
+        resident = self._store.resident(chunk.key(Group.GRAD))
+        assert resident is not None
+        return typed(resident, chunk.grad_dtype, chunk.numel)
+
+
+class _Countdown:
+    """Calls back when as many events came as were announced."""
+
+    def __init__(self, on_zero: Callable[[], None]) -> None:
+        self._on_zero = on_zero
+        self._left = 0
+
+    def start(self, events: int) -> None:
+        self._left = events
+        if events == 0:
+            self._on_zero()
+
+    def down(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._on_zero()

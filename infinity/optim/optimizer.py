@@ -1,0 +1,186 @@
+"""The optimizer that users hold: torch.optim.AdamW's interface over states that live in any tier."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from infinity.errors import CheckpointError, ConfigError, TraceError
+from infinity.optim.chunks import Address, FlatKey, Rule
+from infinity.optim.grads import Grads
+from infinity.optim.loss_scale import LossScale
+from infinity.optim.pipeline import Pipeline
+
+_NOT_OFFERED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+_CLIP_EPS = 1e-6
+"""As torch.nn.utils.clip_grad_norm_."""
+
+
+class TieredAdamW(torch.optim.Optimizer):
+    """AdamW as torch.optim.AdamW computes it; learning rates and the rest are read from `param_groups` at each step, so schedulers work.
+
+    `step()` takes ownership of the gradients: the next backward starts afresh, with or without `zero_grad()`. A step whose gradients hold an
+    inf or a nan changes nothing. `state` and `state_dict()` hold each parameter's step count only; moments are saved by `engine.save`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        *,
+        addresses: Mapping[Tensor, Address],
+        grads: Grads,
+        pipeline: Pipeline,
+        loss_scale: LossScale | None = None,
+        max_grad_norm: float | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        self._addresses = addresses
+        self._grads = grads
+        self._pipeline = pipeline
+        self._loss_scale = loss_scale
+        self._max_grad_norm = max_grad_norm
+        self._clip = 1.0
+        self._clipped_arrivals: int | None = None
+        self.skipped_steps = 0
+        """Steps not taken because a gradient was inf or nan."""
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises ConfigError for a parameter that the engine does not train and for options that are not offered."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_options(group)
+        for param in group["params"]:
+            if param.requires_grad and param not in self._addresses:
+                raise ConfigError(
+                    f"param_groups: a parameter of shape {tuple(param.shape)} is not one the engine trains. "
+                    "Build param_groups from the named_parameters() of the model that was given to infinity.initialize"
+                )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. Raises TraceError for set_to_none=False: a zero gradient, unlike none, would decay the moments."""
+        if not set_to_none:
+            raise TraceError("zero_grad(set_to_none=False) keeps gradients of zeros, which are not stored. Call zero_grad()")
+        self._grads.clear()
+        self._reset_clip()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients down to a total 2-norm of `max_norm`, when `step()` reads them. Returns the norm before, fp32 [] on the CPU.
+
+        The formula is torch.nn.utils.clip_grad_norm_'s. With loss scaling both norms are those of the true gradients.
+        """
+        norm = self._norm()
+        self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
+        self._clipped_arrivals = self._grads.arrivals
+        return torch.tensor(norm, dtype=torch.float32)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One AdamW update of every parameter that got a gradient. `closure` computes the loss and calls backward, as torch's."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._grads.is_empty():
+            self._update()
+        return loss
+
+    def step_counts(self) -> dict[str, int]:
+        """Updates made of each parameter, by name: a parameter without gradient is not counted on."""
+        return {self._addresses[param].name: state["step"] for param, state in self.state.items()}
+
+    def load_step_counts(self, counts: Mapping[str, int]) -> None:
+        """What `step_counts()` gave. Raises CheckpointError for a name that the optimizer does not train."""
+        params = {self._addresses[param].name: param for group in self.param_groups for param in group["params"] if param in self._addresses}
+        unknown = sorted(counts.keys() - params.keys())
+        if unknown:
+            raise CheckpointError(f"step counts of {len(unknown)} parameters that are not trained here, first {unknown[0]!r}. Was the model changed?")
+        self.state.clear()
+        for name, count in counts.items():
+            self.state[params[name]]["step"] = int(count)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore groups and step counts. Raises CheckpointError for a state dict with moments, which it could not honour."""
+        extra = sorted({key for state in state_dict["state"].values() for key in state if key != "step"})
+        if extra:
+            raise CheckpointError(f"this optimizer state holds {', '.join(extra)}: moments live in the store. Load them with engine.load")
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["step"] = int(state["step"])
+
+    def _update(self) -> None:
+        if self._clipped_arrivals not in (None, self._grads.arrivals):
+            raise TraceError("gradients arrived between clip_grad_norm_() and step(): call clip_grad_norm_() after the last backward")
+        norm = float(self.clip_grad_norm_(self._max_grad_norm)) if self._max_grad_norm is not None else self._norm()
+        if math.isfinite(norm):
+            self._take_step(self._clip * self._loss_scale_inverse())
+        else:
+            self._skip_step(norm)
+        if self._loss_scale is not None:
+            self._loss_scale.update(norm)
+        self._reset_clip()
+
+    def _take_step(self, grad_scale: float) -> None:
+        grads = self._grads.take()
+        rules = self._rules(grads.present)
+        self._pipeline.step(rules, grads, grad_scale)
+        for param, address in self._addresses.items():
+            rule = rules.get(address.flat_key, {}).get(address.slot)
+            if rule is not None:
+                self.state[param]["step"] = rule.step
+
+    def _skip_step(self, norm: float) -> None:
+        self._grads.clear()
+        self.skipped_steps += 1
+        if self._loss_scale is None:
+            warnings.warn(f"the norm of the gradients is {norm}: this step was skipped, {self.skipped_steps} so far", RuntimeWarning, stacklevel=5)
+
+    def _rules(self, present: Mapping[FlatKey, frozenset[int]]) -> dict[FlatKey, dict[int, Rule]]:
+        """The next update of each parameter that has a gradient, with the numbers its group has now."""
+        rules: dict[FlatKey, dict[int, Rule]] = {}
+        for group in self.param_groups:
+            lr, (beta1, beta2), eps, weight_decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
+            for param in group["params"]:
+                address = self._addresses.get(param)
+                if address is not None and address.slot in present.get(address.flat_key, ()):
+                    step = self.state[param].get("step", 0) + 1
+                    rules.setdefault(address.flat_key, {})[address.slot] = Rule(lr, float(beta1), float(beta2), float(eps), float(weight_decay), step)
+        return rules
+
+    def _norm(self) -> float:
+        """Of the gradients as `step()` would use them now."""
+        return self._grads.norm() * self._clip * self._loss_scale_inverse()
+
+    def _loss_scale_inverse(self) -> float:
+        return self._loss_scale.grad_scale() if self._loss_scale is not None else 1.0
+
+    def _reset_clip(self) -> None:
+        self._clip = 1.0
+        self._clipped_arrivals = None
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    """The bounds of torch.optim.AdamW. Raises ConfigError naming the option."""
+    for name in _NOT_OFFERED:
+        if group.get(name):
+            raise ConfigError(f"optimizer: {name} is not offered, leave it out of param_groups")
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(group[name]) >= 0.0:
+            raise ConfigError(f"optimizer: {name} is {group[name]}, it must not be below 0")
+    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+        raise ConfigError(f"optimizer: betas are {group['betas']}, both must be in [0, 1)")

@@ -1,0 +1,346 @@
+"""The optimizer step: read the next chunk, update this one, write the last. Three hands, one loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from infinity.errors import ClosedError, InfinityError
+from infinity.kinds import OPTIMIZER_STATES, Group, Lane
+from infinity.native import AdamSegment
+from infinity.optim.adamw import Kernel
+from infinity.optim.chunks import Chunk, Rules, segments
+from infinity.optim.grad_mover import typed
+from infinity.optim.grads import GradSet
+from infinity.optim.promise import Promise
+from infinity.optim.staging import Homes, Staging
+from infinity.optim.stream_work import stream_work
+from infinity.storage.copies import Copies
+from infinity.storage.store import Store
+from infinity.storage.tiers import Pools
+from infinity.storage.work import COMPLETED, Work, join
+from infinity.timeline import Timeline
+
+
+@dataclass(slots=True, eq=False)
+class _Hand:
+    """A chunk between its reads and its writes."""
+
+    chunk: Chunk
+    homes: Homes
+    states: Tensor
+    """uint8: MASTER | EXP_AVG | EXP_AVG_SQ end to end, where the kernel runs."""
+    states_loan: Tensor | None
+    grad: Tensor
+    """[numel] of chunk.grad_dtype, in CPU memory or in HBM."""
+    grad_loan: Tensor | None
+    arrived: Work
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """One optimizer step under way."""
+
+    rules: Rules
+    grads: GradSet
+    grad_scale: float
+    unread: deque[Chunk]
+    """Chunks with an update to make, in forward order, whose reads have not started."""
+    of_unit: dict[int, list[Chunk]]
+    updated: dict[int, Promise]
+    hands: deque[_Hand] = field(default_factory=deque)
+    """Chunks whose reads have started, in order."""
+
+
+class Pipeline:
+    """Updates the chunks of a step in forward order, each where its states are: on the GPU in HBM, on the CPU elsewhere.
+
+    A chunk without a rule is neither read nor written. Reads run ahead and writes drain behind as far as `buffers` staging buffers per kind
+    allow: with 3, one is read, one updated, one written. After an error the states are a mix of two steps, so every later call raises it again.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        store: Store,
+        copies: Copies,
+        cpu_kernel: Kernel,
+        gpu_kernel: Kernel,
+        pools: Pools,
+        timeline: Timeline,
+        device: torch.device,
+        deadline_s: float,
+        buffers: int = 3,
+    ) -> None:
+        assert buffers >= 3, "one chunk is read, one updated and one written at the same time"
+        self._chunks = tuple(chunks)
+        self._store = store
+        self._copies = copies
+        self._cpu_kernel = cpu_kernel
+        self._gpu_kernel = gpu_kernel
+        self._timeline = timeline
+        self._device = device
+        self._deadline_s = deadline_s
+        self._read_ahead_limit = buffers - 1
+        self._staging = Staging(self._chunks, store, pools=pools, device=device, count=buffers)
+        self._step: _Step | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def staging_bytes(self) -> tuple[int, int]:
+        """(CPU memory, HBM) held beside the states at rest."""
+        return self._staging.cpu_bytes, self._staging.hbm_bytes
+
+    def step(self, rules: Rules, grads: GradSet, grad_scale: float) -> None:
+        """Update every parameter that has a rule, from gradients times `grad_scale`, and wait until all is at rest."""
+        self.begin(rules, grads, grad_scale)
+        for unit in self.units():
+            self.run_unit(unit)
+        self.finish()
+
+    def begin(self, rules: Rules, grads: GradSet, grad_scale: float) -> None:
+        """Take over a step's gradients. Chunks without a rule give theirs back at once."""
+        self._check()
+        assert self._step is None, "the last step was not finished"
+        of_unit: dict[int, list[Chunk]] = {}
+        for chunk in self._chunks:
+            chunks = of_unit.setdefault(chunk.unit, [])
+            if chunk.meets(frozenset(rules.get(chunk.flat_key, ()))):
+                chunks.append(chunk)
+        unread = deque(chunk for chunks in of_unit.values() for chunk in chunks)
+        updated = {unit: Promise(f"the update of unit {unit}", self._deadline_s) for unit in of_unit}
+        grads.keep_only(unread)
+        self._step = _Step(rules, grads, grad_scale, unread, of_unit, updated)
+
+    def units(self) -> Iterator[int]:
+        """The units of the step, in forward order."""
+        assert self._step is not None
+        return iter(tuple(self._step.of_unit))
+
+    def run_unit(self, unit: int) -> None:
+        """Update one unit; units come in forward order. Its last writes may still be under way: see `updated`."""
+        step = self._current()
+        try:
+            writes = [self._advance(step) for _ in step.of_unit[unit]]
+            step.updated[unit].keep(join(writes))
+        except BaseException as error:
+            self._fail(step, error)
+            raise
+
+    def updated(self, unit: int) -> Work:
+        """Over when the unit's new parameters and states of the step under way are at rest."""
+        return self._step.updated[unit] if self._step is not None and unit in self._step.updated else COMPLETED
+
+    def finish(self) -> None:
+        """Wait until the last write is over."""
+        step = self._current()
+        try:
+            everything = join(step.updated.values())
+            if not everything.is_completed():
+                with self._timeline.stall(Lane.NVME_WRITE, "last chunks"):
+                    everything.wait()
+            self._staging.drain()
+        except BaseException as error:
+            self._fail(step, error)
+            raise
+        self._step = None
+
+    def close(self) -> None:
+        """Wait for what is under way. A step that was not finished stays half done."""
+        if self._step is not None:
+            self._fail(self._step, ClosedError("the optimizer was closed in the middle of a step"))
+        self._failure = self._failure or ClosedError("optimizer.step() after close()")
+
+    # One chunk.
+
+    def _advance(self, step: _Step) -> Work:
+        """Update the next chunk of the step. The Work is over when its states and parameters are at rest."""
+        self._read_ahead(step)
+        if not step.hands:
+            with self._timeline.stall(Lane.NVME_WRITE, "staging buffers"):
+                self._read_next(step)
+        hand = step.hands.popleft()
+        if not hand.arrived.is_completed():
+            with self._timeline.stall(Lane.NVME_READ, str(hand.chunk.key(Group.OPTIMIZER))):
+                hand.arrived.wait()
+        else:
+            hand.arrived.wait()
+        self._read_ahead(step)
+        if hand.homes.on_gpu:
+            return self._update_on_gpu(step, hand)
+        return self._update_on_cpu(step, hand)
+
+    def _read_ahead(self, step: _Step) -> None:
+        """Start the reads of coming chunks, as many as get a buffer without waiting."""
+        while step.unread and len(step.hands) < self._read_ahead_limit and self._staging.can_read(Homes.of(self._store, step.unread[0])):
+            self._read_next(step)
+
+    def _read_next(self, step: _Step) -> None:
+        chunk = step.unread.popleft()
+        homes = Homes.of(self._store, chunk)
+        states, states_loan, states_arrived = self._read_states(chunk, homes)
+        grad, grad_loan, grad_arrived = self._read_grad(chunk, homes)
+        step.hands.append(_Hand(chunk, homes, states, states_loan, grad, grad_loan, join((states_arrived, grad_arrived))))
+
+    def _read_states(self, chunk: Chunk, homes: Homes) -> tuple[Tensor, Tensor | None, Work]:
+        key = chunk.key(Group.OPTIMIZER)
+        if not homes.stages_states:
+            return self._resident(chunk, Group.OPTIMIZER), None, COMPLETED
+        loan = self._staging.states.take()
+        states = loan[: len(OPTIMIZER_STATES) * chunk.numel * torch.float32.itemsize]
+        return states, loan, self._store.fetch(key, states)
+
+    def _read_grad(self, chunk: Chunk, homes: Homes) -> tuple[Tensor, Tensor | None, Work]:
+        key = chunk.key(Group.GRAD)
+        if not homes.stages_grad:
+            return typed(self._resident(chunk, Group.GRAD), chunk.grad_dtype, chunk.numel), None, COMPLETED
+        loan = self._staging.grads.take()
+        grad = typed(loan, chunk.grad_dtype, chunk.numel)
+        resident = self._store.resident(key)
+        if resident is None:
+            return grad, loan, self._store.fetch(key, grad.view(torch.uint8))
+        return grad, loan, self._copies.download(typed(resident, chunk.grad_dtype, chunk.numel), grad, str(key))
+
+    # States in CPU memory or on NVMe: the CPU updates.
+
+    def _update_on_cpu(self, step: _Step, hand: _Hand) -> Work:
+        chunk, runs = hand.chunk, segments(hand.chunk, step.rules[hand.chunk.flat_key])
+        param, loan = self._param_on_cpu(hand)
+        with self._timeline.span(Lane.ADAM, str(chunk.key(Group.OPTIMIZER)), hand.states.nbytes):
+            self._apply(self._cpu_kernel, step, hand, hand.grad, param, runs, fills_gaps=loan is not None)
+        step.grads.done(chunk)
+        if hand.grad_loan is not None:
+            self._staging.grads.give_back(hand.grad_loan, COMPLETED)
+        return join((self._write_states(hand), self._write_param(hand, param, loan)))
+
+    def _param_on_cpu(self, hand: _Hand) -> tuple[Tensor, Tensor | None]:
+        """Where the CPU puts the new parameters, and the ring buffer if it is not their home."""
+        chunk = hand.chunk
+        if not hand.homes.stages_param:
+            return typed(self._resident(chunk, Group.PARAM), chunk.dtype, chunk.numel), None
+        loan = self._staging.params.take()
+        return typed(loan, chunk.dtype, chunk.numel), loan
+
+    def _write_states(self, hand: _Hand) -> Work:
+        if hand.states_loan is None:
+            return COMPLETED
+        write = self._store.write_back(hand.chunk.key(Group.OPTIMIZER), hand.states)
+        self._staging.states.give_back(hand.states_loan, write)
+        return write
+
+    def _write_param(self, hand: _Hand, param: Tensor, loan: Tensor | None) -> Work:
+        """Bring new parameters from a ring buffer home."""
+        if loan is None:
+            return COMPLETED
+        chunk, key = hand.chunk, hand.chunk.key(Group.PARAM)
+        resident = self._store.resident(key)
+        write = self._store.write_back(key, param.view(torch.uint8)) if resident is None else self._upload_param(chunk, param, resident)
+        self._staging.params.give_back(loan, write)
+        return write
+
+    def _upload_param(self, chunk: Chunk, param: Tensor, resident: Tensor) -> Work:
+        if self._copies.upload_stream is not None:
+            # Kernels that are queued may still read the old parameters.
+            self._copies.upload_stream.wait_stream(torch.cuda.current_stream(self._device))
+        upload = self._copies.upload(param, typed(resident, chunk.dtype, chunk.numel), str(chunk.key(Group.PARAM)))
+        upload.sync_current_stream()
+        return upload
+
+    # States in HBM: the GPU updates, on the current stream.
+
+    def _update_on_gpu(self, step: _Step, hand: _Hand) -> Work:
+        chunk, runs = hand.chunk, segments(hand.chunk, step.rules[hand.chunk.flat_key])
+        grad, grad_loan = self._grad_on_gpu(step, hand)
+        param, param_loan = self._param_on_gpu(hand)
+        self._apply(self._gpu_kernel, step, hand, grad, param, runs, fills_gaps=param_loan is not None)
+        if grad_loan is None:
+            step.grads.done(chunk)
+        else:
+            self._staging.device_grads.give_back(grad_loan, stream_work(self._device))
+        return self._download_param(hand, param, param_loan)
+
+    def _grad_on_gpu(self, step: _Step, hand: _Hand) -> tuple[Tensor, Tensor | None]:
+        """The gradient in HBM, and the ring buffer it was uploaded to if that is not its home."""
+        chunk = hand.chunk
+        if not hand.homes.uploads_grad:
+            return hand.grad, None
+        loan = self._staging.device_grads.take()
+        grad = typed(loan, chunk.grad_dtype, chunk.numel)
+        upload = self._copies.upload(hand.grad, grad, str(chunk.key(Group.GRAD)))
+        upload.sync_current_stream()
+        step.grads.done(chunk, after=upload)
+        if hand.grad_loan is not None:
+            self._staging.grads.give_back(hand.grad_loan, upload)
+        return grad, loan
+
+    def _param_on_gpu(self, hand: _Hand) -> tuple[Tensor, Tensor | None]:
+        chunk = hand.chunk
+        if not hand.homes.downloads_param:
+            return typed(self._resident(chunk, Group.PARAM), chunk.dtype, chunk.numel), None
+        loan = self._staging.device_params.take()
+        return typed(loan, chunk.dtype, chunk.numel), loan
+
+    def _download_param(self, hand: _Hand, param: Tensor, loan: Tensor | None) -> Work:
+        if loan is None:
+            return stream_work(self._device)
+        chunk = hand.chunk
+        target, cpu_loan = self._param_on_cpu(hand)
+        download = self._copies.download(param, target, str(chunk.key(Group.PARAM)))
+        self._staging.device_params.give_back(loan, download)
+        if cpu_loan is None:
+            return download
+        download.wait()
+        return self._write_param(hand, target, cpu_loan)
+
+    # Both.
+
+    def _apply(self, kernel: Kernel, step: _Step, hand: _Hand, grad: Tensor, param: Tensor, runs: Sequence[AdamSegment], *, fills_gaps: bool) -> None:
+        """The update itself. A ring buffer's parameters outside `runs` are filled in: a parameter always is its master, rounded."""
+        states = tuple(hand.states.view(torch.float32).view(len(OPTIMIZER_STATES), hand.chunk.numel).unbind())
+        kernel.update(states, grad, param, runs, step.grad_scale)
+        if fills_gaps:
+            for gap in _gaps(runs, hand.chunk.numel):
+                param[gap].copy_(states[0][gap])
+
+    def _resident(self, chunk: Chunk, group: Group) -> Tensor:
+        resident = self._store.resident(chunk.key(group))
+        assert resident is not None
+        return resident
+
+    def _current(self) -> _Step:
+        self._check()
+        assert self._step is not None, "begin() was not called"
+        return self._step
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, step: _Step, error: BaseException) -> None:
+        """Tell every waiter, and wait until no device uses a buffer any more."""
+        self._failure = error
+        self._step = None
+        for promise in step.updated.values():
+            promise.fail(error)
+        step.grads.fail(error)
+        for settle in (join(hand.arrived for hand in step.hands).wait, self._staging.drain):
+            try:
+                settle()
+            except InfinityError:
+                pass  # the first error is the one to tell
+
+
+def _gaps(runs: Sequence[AdamSegment], numel: int) -> Iterator[slice]:
+    """What `runs` leave out of [0, numel)."""
+    at = 0
+    for run in runs:
+        if run.start > at:
+            yield slice(at, run.start)
+        at = run.stop
+    if at < numel:
+        yield slice(at, numel)

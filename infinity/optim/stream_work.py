@@ -1,0 +1,39 @@
+"""What the compute stream has queued so far, as a Work."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from infinity.errors import MoverError
+from infinity.storage.work import COMPLETED, Work
+
+_DEADLINE_S = 120.0
+_LONGEST_NAP_S = 5e-4
+
+
+class StreamWork:
+    """Over when everything queued on the current stream at construction has run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.current_stream(device).record_event()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Sleep in short naps: synchronizing the event could not time out. Raises MoverError past the deadline."""
+        limit_s = _DEADLINE_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        nap_s = 1e-5
+        while not self._event.query():
+            if time.monotonic() > deadline:
+                raise MoverError(f"the compute stream did not reach the optimizer's kernel within {limit_s:g} s. Is the device hung?")
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+def stream_work(device: torch.device) -> Work:
+    """A StreamWork on CUDA; on a CPU device whatever was called has run."""
+    return StreamWork(device) if device.type == "cuda" else COMPLETED
