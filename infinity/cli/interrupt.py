@@ -1,0 +1,45 @@
+"""Ctrl-C: the first asks the loop to stop after its step, the second ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType, TracebackType
+from typing import Any
+
+INTERRUPTED = 130
+"""Exit code of a run that was stopped: 128 + SIGINT, as shells have it."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """While entered, SIGINT and SIGTERM set `requested`; a second one exits without waiting for anything.
+
+    That leaves no damage: checkpoints get their name only when they are whole, and a store that was being written is
+    not resumed.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            _say("aborted.")
+            os._exit(INTERRUPTED)
+        self.requested = True
+        _say("stopping after this step; once more aborts at once.")
+
+
+def _say(text: str) -> None:
+    os.write(sys.stderr.fileno(), f"\n{text}\n".encode())  # a handler may interrupt a print: no buffers, no locks

@@ -1,0 +1,120 @@
+"""The `infinity` command: reads words, calls one function each, and turns errors into a line and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from infinity.cli.interrupt import INTERRUPTED
+from infinity.config import load_config, write_commented
+from infinity.errors import ConfigError, InfinityError
+
+FAILED = 1
+"""The engine or its storage failed."""
+REFUSED = 2
+"""The command line or the configuration cannot work."""
+
+app = typer.Typer(
+    help="Train what does not fit: parameters, gradients and Adam states in HBM, CPU memory and NVMe files.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .toml or .json configuration.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as nvme.queue_depth=64. Repeatable.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def main() -> None:
+    """Entry point of the `infinity` script and of `python -m infinity`."""
+    app(prog_name="infinity")
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    model: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="What builds the model; overrides train.model.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Where batches come from; overrides train.data.")] = None,
+    settings: Settings = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from this checkpoint.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print what fits where and how long a step takes, then stop.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model. Ctrl-C stops after the running step and saves; a second one aborts at once."""
+    from infinity.cli.train import print_plan, run_training  # torch takes seconds to import: not for --help
+
+    with _reported(debug):
+        words = [*(settings or [])]
+        words += [f"train.{key}={value}" for key, value in (("model", model), ("data", data)) if value is not None]
+        loaded = load_config(config, words)
+        folders = [config.absolute().parent, Path.cwd()]
+        code = print_plan(loaded, folders) if plan else run_training(loaded, folders, resume)
+    raise typer.Exit(code)
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("infinity.toml"),
+    settings: Settings = None,
+    debug: Debug = False,
+) -> None:
+    """Write a configuration in which every key is explained."""
+    with _reported(debug):
+        if path.suffix != ".toml":
+            raise ConfigError(f"{path}: a commented configuration is TOML: name it {path.with_suffix('.toml').name}.")
+        if path.exists():
+            raise ConfigError(f"{path} exists and is left as it is: name another file or remove it.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(write_commented(load_config({}, settings or [])), encoding="utf-8")
+    typer.echo(f"wrote {path}. Set nvme.paths, train.model and train.data, then: infinity train {path}")
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint that engine.save or `infinity train` wrote.")],
+    out: Annotated[Path, typer.Argument(help="The directory or .safetensors file to write.")],
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint's weights as plain safetensors."""
+    from infinity.checkpoint.export import export_weights
+
+    with _reported(debug):
+        written = export_weights(checkpoint, out)
+    typer.echo(f"wrote {written}")
+
+
+@app.command()
+def clean(
+    target: Annotated[Path, typer.Argument(metavar="CONFIG|PATH", help="A configuration, or the directory of a run.")],
+    settings: Settings = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Remove a run's state files from its NVMe paths. Checkpoints stay."""
+    from infinity.cli.clean import clean_run
+
+    with _reported(debug):
+        typer.echo(clean_run(target, settings or [], confirm=lambda question: yes or typer.confirm(question)))
+
+
+@contextmanager
+def _reported(debug: bool) -> Iterator[None]:
+    """What goes wrong on purpose is one red line; what should not happen keeps its traceback."""
+    try:
+        yield
+    except InfinityError as error:
+        if debug:
+            raise
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="bold red", markup=False, highlight=False)
+        raise typer.Exit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+

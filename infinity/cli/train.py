@@ -1,0 +1,198 @@
+"""`infinity train`: the plain loop of PyTorch around an engine, with checkpoints, a schedule and Ctrl-C."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import infinity
+from infinity.cli.functions import load_function
+from infinity.cli.interrupt import INTERRUPTED, Interrupt
+from infinity.cli.report import Meter, Reporter, overlap_table
+from infinity.config import Config, Train
+from infinity.errors import ConfigError
+from infinity.timeline import Timeline
+
+TRACED_STEPS = 20
+"""Steps that trace.json covers, the last ones."""
+
+Batch = dict[str, Tensor]
+
+
+def print_plan(config: Config, folders: Sequence[Path]) -> int:
+    """`--plan`: what fits where. Builds and writes nothing."""
+    build = load_function("train.model", config.train.model, folders)
+    _say(Console(), infinity.plan(build, config).render())
+    return 0
+
+
+def run_training(config: Config, folders: Sequence[Path], resume: Path | None) -> int:
+    """Train to `train.steps` and save; returns the exit code. Everything that cannot work is refused before anything is built."""
+    console = Console()
+    build = load_function("train.model", config.train.model, folders)
+    draw = load_function("train.data", config.train.data, folders)
+    output = Path(config.train.output)
+    start_from = _starting_point(config, output, resume)
+    if start_from is not None and _step_of(start_from) >= config.train.steps:
+        _say(console, _finished(start_from, config))
+        return 0
+    output.mkdir(parents=True, exist_ok=True)
+    random.seed(config.train.seed)
+    torch.manual_seed(config.train.seed)
+    with Interrupt() as interrupt, infinity.initialize(build, config) as engine:
+        data = draw(config, 0, 1)
+        scheduler = LambdaLR(engine.optimizer, lambda step: learning_rate_factor(config.train, step))
+        engine.register(scheduler=scheduler, **({"data": data} if _keeps_its_place(data) else {}))
+        if start_from is not None:
+            engine.load(start_from)
+            _say(console, f"going on from {start_from}, step {engine.global_step} of {config.train.steps}")
+        _say(console, engine.plan.render())
+        _loop(engine, data, scheduler, config.train, interrupt, console)
+        saved = _save(engine, output)
+    if interrupt.requested:
+        _say(console, f"stopped at step {engine.global_step} of {config.train.steps}, saved in {saved}. The same command goes on from there.")
+        return INTERRUPTED
+    _say(console, f"finished {config.train.steps} steps, saved in {saved}. `infinity export {saved} OUT` writes the weights alone.")
+    return 0
+
+
+def _starting_point(config: Config, output: Path, resume: Path | None) -> Path | None:
+    """The checkpoint to go on from: what --resume names, else the latest in `output`, as store.resume wants."""
+    if resume is not None:
+        if not resume.is_dir():
+            raise ConfigError(f"--resume {resume}: no such checkpoint.")
+        return resume
+    latest = max(_checkpoints(output), key=_step_of, default=None)
+    if config.store.resume == "must" and latest is None:
+        raise ConfigError(f'store.resume = "must", but {output} holds no checkpoint: name one with --resume DIR, or set store.resume to "auto".')
+    if config.store.resume == "never" and latest is not None:
+        raise ConfigError(
+            f'store.resume = "never", but {output} holds an earlier run up to {latest.name}: '
+            "choose another directory with --set train.output=DIR, or remove that one."
+        )
+    return latest
+
+
+def _checkpoints(output: Path) -> list[Path]:
+    return [path for path in output.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+
+
+def _step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name; -1 where it has another name, whose step the engine tells after loading."""
+    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    return int(match[1]) if match else -1
+
+
+def _finished(checkpoint: Path, config: Config) -> str:
+    return (
+        f"{checkpoint} already has all {config.train.steps} steps. To go on, raise them: --set train.steps={2 * config.train.steps}. "
+        f"To start anew, choose another --set train.output=DIR and --set store.run=NAME."
+    )
+
+
+def _loop(engine: Any, data: Iterable[Batch], scheduler: LambdaLR, train: Train, interrupt: Interrupt, console: Console) -> None:
+    """Micro-steps, step, schedule, report, until train.steps are done or somebody pressed Ctrl-C."""
+    batches = _endless(data)
+    if not _keeps_its_place(data):
+        _skip(batches, engine.global_step * train.accumulation, console)
+    output = Path(train.output)
+    meter = Meter(engine.timeline)
+    last_steps = deque([time.monotonic_ns()], maxlen=TRACED_STEPS)
+    with Reporter(console, output / "metrics.jsonl", steps=train.steps, start=engine.global_step, log_every=train.log_every) as reporter:
+        while engine.global_step < train.steps and not interrupt.requested:
+            lr = engine.optimizer.param_groups[0]["lr"]
+            loss, tokens = _step(engine, batches, scheduler, train)
+            reporter.step(meter.step(step=engine.global_step, loss=loss, lr=lr, tokens=tokens))
+            if train.save_every and engine.global_step % train.save_every == 0 and engine.global_step < train.steps:
+                _save(engine, output)
+            last_steps.append(time.monotonic_ns())
+    _print_lanes(engine.timeline, last_steps[0], output, console)
+
+
+def _step(engine: Any, batches: Iterator[Batch], scheduler: LambdaLR, train: Train) -> tuple[float, int]:
+    """One optimizer step; returns the mean loss of its micro-steps and the tokens they saw. A skipped fp16 step does not move the schedule."""
+    before, total, tokens = engine.global_step, 0.0, 0
+    for _ in range(train.accumulation):
+        batch = next(batches)
+        result = engine.model(**batch)
+        loss = getattr(result, "loss", result) / train.accumulation
+        engine.scale(loss).backward()
+        total += loss.item()
+        tokens += count_tokens(batch)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    if engine.global_step > before:
+        scheduler.step()
+    return total, tokens
+
+
+def _save(engine: Any, output: Path) -> Path:
+    """A checkpoint of this step, whole when this returns; one that is there already was saved by this very step."""
+    folder = output / f"step-{engine.global_step}"
+    if not folder.exists():
+        engine.save(folder).wait()
+    return folder
+
+
+def _print_lanes(timeline: Timeline, since_ns: int, output: Path, console: Console) -> None:
+    """How the lanes lay over each other in the last steps: a table here, and a trace that Perfetto opens."""
+    console.print(overlap_table(timeline.summary(since_ns), (time.monotonic_ns() - since_ns) / 1e9))
+    timeline.save_chrome_trace(output / "trace.json", since_ns)
+    _say(console, f"trace of these steps: {output / 'trace.json'} (open it at https://ui.perfetto.dev)")
+
+
+def learning_rate_factor(train: Train, step: int) -> float:
+    """What optimizer.lr is multiplied by in the step after `step` finished ones.
+
+    Linear from 1/warmup_steps to 1, then 1, or half a cosine that reaches 0 after the last step
+    (Loshchilov and Hutter, SGDR, arXiv:1608.03983, eq. 5, one period).
+    """
+    if step < train.warmup_steps:
+        return (step + 1) / train.warmup_steps
+    if train.schedule == "constant":
+        return 1.0
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def count_tokens(batch: Batch) -> int:
+    """Elements of the first integer tensor, which is what language models call their tokens; rows where there is none."""
+    whole = [tensor for tensor in batch.values() if not tensor.is_floating_point()]
+    return whole[0].numel() if whole else len(next(iter(batch.values())))
+
+
+def _endless(data: Iterable[Batch]) -> Iterator[Batch]:
+    """Pass after pass. Data that gives nothing is refused: it would be waited for without end."""
+    while True:
+        batch = None
+        for batch in data:
+            yield batch
+        if batch is None:
+            raise ConfigError("train.data: the iterable gives no batch: return something that can be iterated anew, not an iterator that is used up.")
+
+
+def _keeps_its_place(data: object) -> bool:
+    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+
+
+def _skip(batches: Iterator[Batch], count: int, console: Console) -> None:
+    """Data without a state of its own is drawn and dropped up to where the run stopped."""
+    if count:
+        _say(console, f"skipping {count} batches that the run has seen; data with state_dict and load_state_dict goes on at once")
+    for _ in range(count):
+        next(batches)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
