@@ -1,0 +1,17 @@
+/* What the engine asks of the kernel, as a table: real ones in aio_backend.c, faulty ones in the tests. */
+#pragma once
+
+#include <linux/aio_abi.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+/* Each answers as the system call does, with -errno in place of -1. */
+struct inf_backend {
+	const char *name;
+	int (*setup)(unsigned depth, aio_context_t *context);                   /* NULL: no asynchronous calls, use transfer */
+	int (*submit)(aio_context_t context, struct iocb *iocb);                /* one: 0 or -errno */
+	int (*reap)(aio_context_t context, long most, struct io_event *events); /* what is there, without waiting */
+	int (*destroy)(aio_context_t context);
+	ssize_t (*transfer)(int direction, int fd, void *address, size_t nbytes, int64_t offset);
+};
