@@ -34,7 +34,7 @@ def reference_step(
         g = grad[start:stop].float() * grad_scale
 
         param.mul_(1 - lr * weight_decay)
-        mean.mul_(beta1).add_(g, alpha=1 - beta1)
+        mean.lerp_(g, 1 - beta1)
         square.mul_(beta2).addcmul_(g, g, value=1 - beta2)
 
         mean_correction = 1 - beta1**step

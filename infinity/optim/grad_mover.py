@@ -189,9 +189,6 @@ class GradMover:
         resident = self._store.resident(key)
         if resident is not None:
             return typed(resident, chunk.grad_dtype, chunk.numel), None, COMPLETED
-        written = self._written.pop(chunk, None)
-        if written is not None:
-            written.wait()
         loan = self._totals.take()
         total = typed(loan, chunk.grad_dtype, chunk.numel)
         fetched = COMPLETED if move.is_first else self._store.fetch(key, total.view(torch.uint8))

@@ -149,7 +149,7 @@ class Grads:
         self._mover.wait_written()
 
     def norm(self) -> float:
-        """The 2-norm of all gradients since the last step: fp64 sums of each chunk, added in chunk order (fp32 inside a chunk in HBM). Waits."""
+        """The 2-norm of all gradients since the last step: fp64 sums per chunk, added in chunk order. Waits."""
         self._mover.wait_landed()
         sumsq = dict(self._mover.sumsq)
         sumsq.update(self._sumsq_in_hbm())
@@ -159,8 +159,8 @@ class Grads:
         chunks = [chunk for chunk in self._chunks if chunk in self._begun and self._store.tier(chunk.key(Group.GRAD)) is Tier.HBM]
         if not chunks:
             return {}
-        norms = torch._foreach_norm([self._resident(chunk) for chunk in chunks], 2, torch.float32)
-        return dict(zip(chunks, torch.stack(norms).double().square().tolist(), strict=True))
+        norms = torch._foreach_norm([self._resident(chunk) for chunk in chunks], 2, torch.float64)
+        return dict(zip(chunks, torch.stack(norms).square().tolist(), strict=True))
 
     def take(self) -> GradSet:
         """All gradients since the last step, at rest; the next arrival starts afresh. Waits."""
