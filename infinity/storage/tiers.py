@@ -1,0 +1,104 @@
+"""What a tier does for the store, and the tiers in memory. The tier on NVMe is in nvme.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from infinity.errors import CapacityError
+from infinity.kinds import Group, Tier
+from infinity.sizes import format_bytes
+from infinity.storage.chunks import ChunkKey, ChunkSpec, as_bytes
+from infinity.storage.copies import Copies
+from infinity.storage.slabs import SlabPool
+from infinity.storage.work import COMPLETED, Work
+
+
+class ChunkTier(Protocol):
+    """A place where chunks live."""
+
+    def allocate(self, specs: Iterable[ChunkSpec]) -> None:
+        """Make room for chunks that are not here yet; their contents are undefined until written."""
+
+    def resident(self, key: ChunkKey) -> torch.Tensor | None:
+        """uint8 [nbytes], the bytes themselves; None where they have to be fetched."""
+
+    def fetch(self, key: ChunkKey, into: torch.Tensor) -> Work:
+        """Start copying the chunk into the head of `into`."""
+
+    def write_back(self, key: ChunkKey, source: torch.Tensor) -> Work:
+        """Start copying the head of `source` into the chunk; `source` stays as it is until the work is over."""
+
+    def close(self) -> None:
+        """Wait for what is under way, then let go of everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Host memory for chunks: pinned where copies to the device start or end, plain for what only the CPU touches."""
+
+    pinned: SlabPool
+    plain: SlabPool
+
+    def of(self, group: Group) -> SlabPool:
+        """Optimizer states never meet the device, so pinning them would only cost."""
+        return self.plain if group is Group.OPTIMIZER else self.pinned
+
+
+class MemoryTier:
+    """Chunks in CPU memory or in HBM."""
+
+    def __init__(self, tier: Tier, pools: Pools, copies: Copies) -> None:
+        assert tier is not Tier.NVME
+        self.tier = tier
+        self._pools = pools
+        self._copies = copies
+        self._chunks: dict[ChunkKey, torch.Tensor] = {}
+        self._nbytes: dict[ChunkKey, int] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self._copies.device if self.tier is Tier.HBM else torch.device("cpu")
+
+    def allocate(self, specs: Iterable[ChunkSpec]) -> None:
+        """Raises CapacityError when the memory is not there."""
+        for spec in specs:
+            self._chunks[spec.key] = self._take(spec)
+            self._nbytes[spec.key] = spec.nbytes
+
+    def resident(self, key: ChunkKey) -> torch.Tensor | None:
+        return self._chunks[key][: self._nbytes[key]]
+
+    def padded(self, key: ChunkKey) -> torch.Tensor:
+        """uint8 [padded_nbytes]: the chunk with the room that makes it whole sectors, for direct I/O."""
+        return self._chunks[key]
+
+    def fetch(self, key: ChunkKey, into: torch.Tensor) -> Work:
+        nbytes = self._nbytes[key]
+        return self._copy(self._chunks[key][:nbytes], as_bytes(into)[:nbytes], str(key))
+
+    def write_back(self, key: ChunkKey, source: torch.Tensor) -> Work:
+        nbytes = self._nbytes[key]
+        return self._copy(as_bytes(source)[:nbytes], self._chunks[key][:nbytes], str(key))
+
+    def close(self) -> None:
+        self._chunks.clear()
+        self._nbytes.clear()
+
+    def _take(self, spec: ChunkSpec) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return self._pools.of(spec.key.group).take(spec.padded_nbytes)
+        try:
+            return torch.empty(spec.padded_nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(f"HBM has no {format_bytes(spec.padded_nbytes)} left for chunk {spec.key}. Lower budgets.hbm: {error}") from error
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Work:
+        if source.device == target.device:
+            target.copy_(source)
+            return COMPLETED
+        move = self._copies.upload if source.device.type == "cpu" else self._copies.download
+        return move(source, target, name)
