@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from infinity.errors import ConfigError
 from infinity.runtime.filled import FillMap
 from infinity.runtime.spool import Spool
-from infinity.sizes import MiB
+from infinity.sizes import KiB, MiB
 
 aten = torch.ops.aten
 Op = torch._ops.OpOverload
@@ -141,7 +141,7 @@ class _Spooling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fills = FillMap(self._blank_flags)
         self._spool = spool
         self._spill_bytes = max(1, spill_bytes)
-        self._piece_bytes = max(self._spool.window_bytes // 4, MiB)
+        self._piece_bytes = max(spool.window_bytes // 4, 64 * KiB)
 
     def __torch_dispatch__(self, func: Op, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):  # type: ignore[attr-defined]
@@ -245,8 +245,10 @@ def _shape_of_result(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if home.type != "cpu" or kwargs.get("pin_memory") or kwargs.get("layout") not in (None, torch.strided) or not all(map(_is_plain, sources)):
         return None
     metas = tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args)
-    rest = {key: value for key, value in kwargs.items() if key not in ("device", "generator", "pin_memory")}
-    if func._schema.name.removeprefix("aten::") not in ("clone",):
-        rest["device"] = "meta"
-    result = func(*metas, **rest)
+    result = func(*metas, **{**kwargs, **_if_taken(func, device="meta", generator=None, pin_memory=None)})
     return result if isinstance(result, torch.Tensor) and result.numel() else None
+
+
+def _if_taken(func: Op, **values: Any) -> dict[str, Any]:
+    names = {argument.name for argument in func._schema.arguments}
+    return {name: value for name, value in values.items() if name in names}
