@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from types import FrameType, TracebackType
 from typing import Any
 
 INTERRUPTED = 130
 """Exit code of a run that was stopped: 128 + SIGINT, as shells have it."""
+
+STDERR = 2
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -42,4 +43,4 @@ class Interrupt:
 
 
 def _say(text: str) -> None:
-    os.write(sys.stderr.fileno(), f"\n{text}\n".encode())  # a handler may interrupt a print: no buffers, no locks
+    os.write(STDERR, f"\n{text}\n".encode())  # a handler may interrupt a print: no buffers, no locks
