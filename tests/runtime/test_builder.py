@@ -331,6 +331,20 @@ def test_tensors_filled_in_parts_or_through_views_are_filled(builder: Callable[[
     same_as_eager(builder, tmp_path)
 
 
+def status_bytes(field: str) -> int:
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) * 1024
+
+
+def test_only_the_window_is_in_memory(tmp_path: Path) -> None:
+    window, rows = 16 << 20, 40_000
+    build(lambda: nn.Embedding(2000, 1000), str(tmp_path), window_bytes=1 << 20)  # imports what it needs
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = status_bytes("VmHWM")
+    model = build(lambda: nn.Embedding(rows, 1000), str(tmp_path), window_bytes=window)
+    assert model.weight.nbytes > 9 * window
+    assert status_bytes("VmHWM") - before < window + window // 4 + (4 << 20)  # and one piece, and a little for Python
+
+
 CAPPED = """
 import os, sys, torch
 from torch import nn
@@ -366,6 +380,7 @@ def uncapped_sums() -> list[int]:
     return sums + [int(torch.full((4096, 4096), float(i)).view(torch.int32).sum()) for i in range(15)]
 
 
+@pytest.mark.slow
 def test_a_model_of_four_times_the_memory_limit_is_built(tmp_path: Path) -> None:
     limit = 320 << 20
     group = Path(f"/sys/fs/cgroup/memory/infinity-test-{os.getpid()}")
