@@ -25,6 +25,7 @@ FLOORS: Mapping[str, int] = {
     "infinity.runtime": 5,
     "infinity.checkpoint": 5,
     "infinity.planner": 5,
+    "infinity.run_state": 6,
     "infinity.engine": 6,
     "infinity": 6,
     "infinity.cli": 7,

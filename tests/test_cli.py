@@ -1,0 +1,194 @@
+"""The commands as people type them, from the README, at toy size."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+pytest.importorskip("infinity.engine")
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+TOY = {"/mnt/nvme0": "{disk}", "train.steps=100": "train.steps=3", "step-100": "step-3", "train.steps=200": "train.steps=5", "step-200": "step-5"}
+TOY |= {"train.steps=150": "train.steps=4", "layers=48, heads=32, width=4096, context=1024": "layers=3, heads=2, width=32, context=32"}
+TOY |= {"length=1024": "length=32", '"32GiB"': '"64MiB"'}
+
+
+def as_toy(text: str, disk: Path) -> str:
+    for large, small in TOY.items():
+        text = text.replace(large, small.format(disk=disk))
+    return text
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def infinity(*words: str, folder: Path, answer: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "infinity", *words], cwd=folder, input=answer, capture_output=True, text=True, timeout=280)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A working directory with the example in it and a drive beside it."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "gpt.py").write_text((ROOT / "examples" / "gpt.py").read_text(encoding="utf-8"), encoding="utf-8")
+    return tmp_path
+
+
+def write_config(folder: Path, **changes: str) -> Path:
+    settings = {
+        "device": "cpu",
+        "nvme.paths": '["disk"]',
+        "budgets.cpu": "64MiB",
+        "placement.param": "nvme",
+        "placement.optimizer": "nvme",
+        "train.model": "gpt:build_toy",
+        "train.data": "gpt:data",
+        "train.steps": "3",
+        "train.batch_size": "2",
+        "train.sequence_length": "32",
+        "train.log_every": "1",
+    }
+    words = [word for key, value in (settings | changes).items() for word in ("--set", f"{key}={value}")]
+    done = infinity("init", "run.toml", *words, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run.toml"
+
+
+def test_the_commands_of_the_readme_work_in_their_order(folder):
+    (block,) = blocks("sh")
+    lines = as_toy(block, folder / "disk").splitlines()
+    assert len(lines) >= 7
+    for line in lines:
+        name, *words = shlex.split(line, comments=True)
+        assert name == "infinity"
+        done = infinity(*words, folder=folder)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert (folder / "again" / "step-4").is_dir()
+    assert (folder / "runs" / "step-5").is_dir()
+    assert not list((folder / "disk").rglob("*.safetensors"))
+
+
+def test_the_ten_lines_of_the_readme_work(folder):
+    (block,) = blocks("python")
+    program = as_toy(block, folder / "disk") + "        break\n"
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_reports_its_lanes_and_leaves_its_files(folder):
+    write_config(folder)
+    done = infinity("train", "run.toml", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^step 3  loss \d\.\d+ .* tokens/s .*nvme-read .* stalled \d+%$", done.stdout, flags=re.MULTILINE)
+    assert "nvme-write" in done.stdout and "exposed" in done.stdout
+    lines = [json.loads(line) for line in (folder / "runs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["bytes"]["nvme-read"] > 0 and line["bytes"]["nvme-write"] > 0 for line in lines)
+    trace = json.loads((folder / "runs" / "trace.json").read_text())
+    assert {"nvme-read", "adam"} <= {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+
+
+def test_a_second_run_of_a_finished_one_says_how_to_go_on(folder):
+    write_config(folder)
+    infinity("train", "run.toml", folder=folder)
+    again = infinity("train", "run.toml", folder=folder)
+    assert again.returncode == 0, again.stderr
+    assert "already has all 3 steps" in again.stdout
+
+
+def losses(folder: Path, output: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def test_a_resumed_run_continues_to_the_digit(folder):
+    write_config(folder)
+    for steps, output in ((4, "whole"), (2, "halves"), (4, "halves")):
+        settings = (f"train.steps={steps}", f"train.output={output}", f"store.run={output}")
+        done = infinity("train", "run.toml", *[part for word in settings for part in ("--set", word)], folder=folder)
+        assert done.returncode == 0, done.stderr
+    assert losses(folder, "whole") == losses(folder, "halves")
+
+
+def test_exported_weights_are_plain_and_tied_ones_stand_once(folder):
+    write_config(folder)
+    infinity("train", "run.toml", folder=folder)
+    done = infinity("export", "runs/step-3", "weights", folder=folder)
+    assert done.returncode == 0, done.stderr
+    names: list[str] = []
+    for path in sorted((folder / "weights").glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            names += tensors.keys()
+    assert len(names) == len(set(names))
+    assert ("embedding.weight" in names) != ("head.weight" in names)
+    assert "blocks.2.down.weight" in names
+
+
+def test_a_plan_builds_nothing(folder):
+    write_config(folder)
+    done = infinity("train", "run.toml", "--plan", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "nvme" in done.stdout
+    assert not list((folder / "disk").rglob("*.safetensors")) and not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["train"], 2, "CONFIG"),
+        (["trian", "run.toml"], 2, "No such command"),
+        (["train", "absent.toml"], 2, "absent.toml: no such file"),
+        (["train", "run.toml", "--set", "nvme.block_sise=1"], 2, "nvme.block_sise: no such key; did you mean block_size?"),
+        (["train", "run.toml", "--model", "gpt:bild"], 2, "has no function 'bild'; it has"),
+        (["train", "run.toml", "--model", "gpt.build"], 2, "write module:function"),
+        (["train", "run.toml", "--resume", "absent"], 2, "--resume absent: no such checkpoint"),
+        (["train", "run.toml", "--set", "budgets.cpu=1MiB"], 1, "budgets.cpu"),
+        (["train", "run.toml", "--set", 'nvme.paths=["absent"]'], None, "absent"),
+        (["init", "run.toml"], 2, "exists and is left as it is"),
+        (["init", "run.json"], 2, "name it run.toml"),
+        (["export", "absent", "weights"], None, "absent"),
+        (["clean", "disk", "--yes"], 2, "is not the directory of a run"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_an_exit_code(folder, words, code, said):
+    write_config(folder)
+    done = infinity(*words, folder=folder)
+    assert done.returncode in ((1, 2) if code is None else (code,)), done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_where_an_error_comes_from(folder):
+    done = infinity("train", "absent.toml", "--debug", folder=folder)
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr and "ConfigError" in done.stderr
+
+
+def test_clean_asks_and_then_removes_only_the_run(folder):
+    write_config(folder)
+    infinity("train", "run.toml", folder=folder)
+    (folder / "disk" / "mine.txt").write_text("keep")
+    assert list((folder / "disk").rglob("*.safetensors"))
+    asked = infinity("clean", "run.toml", folder=folder, answer="n\n")
+    assert "nothing was removed" in asked.stdout
+    assert list((folder / "disk").rglob("*.safetensors"))
+    done = infinity("clean", "run.toml", "--yes", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert not list((folder / "disk").rglob("*.safetensors"))
+    assert (folder / "disk" / "mine.txt").exists() and (folder / "runs" / "step-3").is_dir()
+
+
+def test_help_is_there_for_every_command(folder):
+    for words in ([], ["train"], ["init"], ["export"], ["clean"]):
+        done = infinity(*words, "--help", folder=folder)
+        assert done.returncode == 0 and "Usage: infinity" in done.stdout
