@@ -112,7 +112,7 @@ def losses(folder: Path, output: str) -> dict[int, float]:
 
 
 def test_a_resumed_run_continues_to_the_digit(folder):
-    write_config(folder)
+    write_config(folder, **{"train.warmup_steps": "4"})  # so that a wrong learning rate would show
     for steps, output in ((4, "whole"), (2, "halves"), (4, "halves")):
         settings = (f"train.steps={steps}", f"train.output={output}", f"store.run={output}")
         done = infinity("train", "run.toml", *[part for word in settings for part in ("--set", word)], folder=folder)

@@ -26,6 +26,7 @@ FLOORS: Mapping[str, int] = {
     "infinity.checkpoint": 5,
     "infinity.planner": 5,
     "infinity.run_state": 6,
+    "infinity.assembly": 6,
     "infinity.engine": 6,
     "infinity": 6,
     "infinity.cli": 7,

@@ -10,7 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from infinity.checkpoint.export import export_weights
+from infinity.cli.clean import clean_run
 from infinity.cli.interrupt import INTERRUPTED
+from infinity.cli.train import print_plan, run_training
 from infinity.config import load_config, write_commented
 from infinity.errors import ConfigError, InfinityError
 
@@ -48,8 +51,6 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model. Ctrl-C stops after the running step and saves; a second one aborts at once."""
-    from infinity.cli.train import print_plan, run_training  # torch takes seconds to import: not for --help
-
     with _reported(debug):
         words = [*(settings or [])]
         words += [f"train.{key}={value}" for key, value in (("model", model), ("data", data)) if value is not None]
@@ -83,8 +84,6 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint's weights as plain safetensors."""
-    from infinity.checkpoint.export import export_weights
-
     with _reported(debug):
         written = export_weights(checkpoint, out)
     typer.echo(f"wrote {written}")
@@ -98,8 +97,6 @@ def clean(
     debug: Debug = False,
 ) -> None:
     """Remove a run's state files from its NVMe paths. Checkpoints stay."""
-    from infinity.cli.clean import clean_run
-
     with _reported(debug):
         typer.echo(clean_run(target, settings or [], confirm=lambda question: yes or typer.confirm(question)))
 

@@ -38,60 +38,65 @@ def print_plan(config: Config, folders: Sequence[Path]) -> int:
 
 
 def run_training(config: Config, folders: Sequence[Path], resume: Path | None) -> int:
-    """Train to `train.steps` and save; returns the exit code. Everything that cannot work is refused before anything is built."""
+    """Train to `train.steps` and save; returns the exit code.
+
+    A run goes on from the checkpoint that `resume` names, else from its store or the latest checkpoint in
+    `train.output`, whichever has more steps.
+    """
     console = Console()
     build = load_function("train.model", config.train.model, folders)
     draw = load_function("train.data", config.train.data, folders)
     output = Path(config.train.output)
-    start_from = _starting_point(config, output, resume)
-    if start_from is not None and _step_of(start_from) >= config.train.steps:
-        _say(console, _finished(start_from, config))
-        return 0
-    output.mkdir(parents=True, exist_ok=True)
+    latest = _latest(output)
+    if resume is not None and not resume.is_dir():
+        raise ConfigError(f"--resume {resume}: no such checkpoint.")
+    if resume is None and latest is not None:
+        _refuse_if_never(config, latest)
+        if _step_of(latest) >= config.train.steps:
+            _say(console, _finished(latest, config))
+            return 0
     random.seed(config.train.seed)
     torch.manual_seed(config.train.seed)
-    with Interrupt() as interrupt, infinity.initialize(build, config) as engine:
+    with Interrupt() as interrupt, infinity.initialize(build, config, checkpoint=resume) as engine:
         data = draw(config, 0, 1)
         scheduler = LambdaLR(engine.optimizer, lambda step: learning_rate_factor(config.train, step))
         engine.register(scheduler=scheduler, **({"data": data} if _keeps_its_place(data) else {}))
-        if start_from is not None:
-            engine.load(start_from)
-            _say(console, f"going on from {start_from}, step {engine.global_step} of {config.train.steps}")
+        if resume is None and latest is not None and _step_of(latest) > engine.global_step:
+            engine.load(latest)  # the run's own store is behind: on another disk, or removed
+        _apply_learning_rate(scheduler)
+        if engine.global_step:
+            _say(console, f"going on from step {engine.global_step} of {config.train.steps}")
         _say(console, engine.plan.render())
+        if interrupt.requested:
+            _say(console, "stopped before the first step.")
+            return INTERRUPTED
+        output.mkdir(parents=True, exist_ok=True)
         _loop(engine, data, scheduler, config.train, interrupt, console)
         saved = _save(engine, output)
+        done = f"step {engine.global_step} of {config.train.steps}, saved in {saved}"
     if interrupt.requested:
-        _say(console, f"stopped at step {engine.global_step} of {config.train.steps}, saved in {saved}. The same command goes on from there.")
+        _say(console, f"stopped at {done}. The same command goes on from there.")
         return INTERRUPTED
-    _say(console, f"finished {config.train.steps} steps, saved in {saved}. `infinity export {saved} OUT` writes the weights alone.")
+    _say(console, f"finished {done}. `infinity export {saved} OUT` writes the weights alone.")
     return 0
 
 
-def _starting_point(config: Config, output: Path, resume: Path | None) -> Path | None:
-    """The checkpoint to go on from: what --resume names, else the latest in `output`, as store.resume wants."""
-    if resume is not None:
-        if not resume.is_dir():
-            raise ConfigError(f"--resume {resume}: no such checkpoint.")
-        return resume
-    latest = max(_checkpoints(output), key=_step_of, default=None)
-    if config.store.resume == "must" and latest is None:
-        raise ConfigError(f'store.resume = "must", but {output} holds no checkpoint: name one with --resume DIR, or set store.resume to "auto".')
-    if config.store.resume == "never" and latest is not None:
-        raise ConfigError(
-            f'store.resume = "never", but {output} holds an earlier run up to {latest.name}: '
-            "choose another directory with --set train.output=DIR, or remove that one."
-        )
-    return latest
-
-
-def _checkpoints(output: Path) -> list[Path]:
-    return [path for path in output.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+def _latest(output: Path) -> Path | None:
+    """The checkpoint of the most steps. One that is being written, or was cut short, has another name."""
+    checkpoints = [path for path in output.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return max(checkpoints, key=_step_of, default=None)
 
 
 def _step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name; -1 where it has another name, whose step the engine tells after loading."""
-    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
-    return int(match[1]) if match else -1
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _refuse_if_never(config: Config, latest: Path) -> None:
+    if config.store.resume == "never":
+        raise ConfigError(
+            f'store.resume = "never", but {config.train.output} holds an earlier run up to {latest.name}: '
+            "choose another directory with --set train.output=DIR, or remove that one."
+        )
 
 
 def _finished(checkpoint: Path, config: Config) -> str:
@@ -99,6 +104,12 @@ def _finished(checkpoint: Path, config: Config) -> str:
         f"{checkpoint} already has all {config.train.steps} steps. To go on, raise them: --set train.steps={2 * config.train.steps}. "
         f"To start anew, choose another --set train.output=DIR and --set store.run=NAME."
     )
+
+
+def _apply_learning_rate(scheduler: LambdaLR) -> None:
+    """A scheduler's constructor sets the first learning rate, and its load_state_dict leaves the optimizer alone: set the one it stands at."""
+    for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
 
 
 def _loop(engine: Any, data: Iterable[Batch], scheduler: LambdaLR, train: Train, interrupt: Interrupt, console: Console) -> None:

@@ -17,11 +17,10 @@ class Budgets(Section):
     """Bytes one process may hold in a tier: state at rest, staging, pinned buffers, live units and gradients."""
 
     hbm: AutoBytes = "auto"
-    """GPU memory, activations included, in bytes. "auto": what is free on the device, less a margin. 0: nothing rests
-    there. Without a GPU it is 0."""
+    """GPU memory, activations included, in bytes. "auto": half of what is free. 0: nothing rests there. Without a GPU it is 0."""
 
     cpu: AutoBytes = "auto"
-    """CPU memory in bytes. "auto": half of what is available. Less means more bytes from and to NVMe in each step;
+    """CPU memory in bytes. "auto": four fifths of what is available. Less means more bytes from and to NVMe in each step;
     a number below the minimum is refused with the minimum."""
 
 
@@ -190,7 +189,7 @@ Spec = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class Train(Section):
-    """The run of `infinity train`; a loop of your own ignores this section."""
+    """The run of `infinity train`. A loop of your own heeds only accumulation."""
 
     model: Spec | None = None
     """What builds the model, as module:function. The function takes nothing and gives an nn.Module
@@ -209,7 +208,8 @@ class Train(Section):
     """Tokens per sequence; for the data function. Activations in memory grow with it."""
 
     accumulation: Whole = Field(1, ge=1)
-    """Micro-steps per optimizer step; the loss of each is divided by this number."""
+    """Micro-steps per optimizer step; `infinity train` divides the loss of each by this number.
+    Above 1, gradients rest in fp32, 4 bytes per element."""
 
     warmup_steps: Whole = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0 to optimizer.lr."""
