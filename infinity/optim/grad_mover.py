@@ -145,18 +145,22 @@ class GradMover:
 
     def _run(self) -> None:
         under_way: deque[_Landing] = deque()
+        begun: Move | None = None
         try:
             while True:
                 move = self._next(under_way)
                 if move is not None:
+                    begun = move
                     under_way.append(self._start(move))
+                    begun = None
                 elif under_way:
-                    self._finish(under_way.popleft())
+                    self._finish(under_way[0])
+                    under_way.popleft()
                 else:
                     break
             join(self._written.values()).wait()
         except BaseException as error:
-            self._fail(error, under_way)
+            self._fail(error, [landing.move for landing in under_way] + ([begun] if begun is not None else []))
 
     def _next(self, under_way: deque[_Landing]) -> Move | None:
         """The next move to start; None when one has to be finished first, or when there is nothing more to do at all."""
@@ -231,13 +235,13 @@ class GradMover:
             return native.sum_of_squares(self._pool, landing.total)
         return native.accumulate(self._pool, landing.total, landing.addend)
 
-    def _fail(self, error: BaseException, under_way: Iterable[_Landing]) -> None:
+    def _fail(self, error: BaseException, under_way: list[Move]) -> None:
         """Everybody who waits hears of it; nobody waits for memory that would come from moves that never happen."""
         with self._changed:
             self._failure = error
             dropped = self._drop_pending()
             self._changed.notify_all()
-        for move in (*(landing.move for landing in under_way), *dropped):
+        for move in under_way + dropped:
             move.landed()
 
     def _drop_pending(self) -> list[Move]:

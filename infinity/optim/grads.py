@@ -163,8 +163,11 @@ class Grads:
         return dict(zip(chunks, torch.stack(norms).square().tolist(), strict=True))
 
     def take(self) -> GradSet:
-        """All gradients since the last step, at rest; the next arrival starts afresh. Waits."""
-        self.wait()
+        """All gradients since the last step, added up; the next arrival starts afresh. Waits.
+
+        Some may still be on their way to NVMe: the store reads a chunk after the write before it.
+        """
+        self._mover.wait_landed()
         with self._lock:
             guards = {chunk: Promise(f"the update of {chunk.key(Group.OPTIMIZER)}", self._deadline_s) for chunk in self._begun}
             taken = GradSet(self._present, guards)

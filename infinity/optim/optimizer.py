@@ -158,7 +158,7 @@ class TieredAdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 address = self._addresses.get(param)
                 if address is not None and address.slot in present.get(address.flat_key, ()):
-                    step = self.state[param].get("step", 0) + 1
+                    step = self.state.get(param, {}).get("step", 0) + 1
                     rules.setdefault(address.flat_key, {})[address.slot] = Rule(lr, float(beta1), float(beta2), float(eps), float(weight_decay), step)
         return rules
 

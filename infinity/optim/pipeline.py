@@ -51,7 +51,6 @@ class _Step:
     unread: deque[Chunk]
     """Chunks with an update to make, in forward order, whose reads have not started."""
     of_unit: dict[int, list[Chunk]]
-    updated: dict[int, Promise]
     hands: deque[_Hand] = field(default_factory=deque)
     """Chunks whose reads have started, in order."""
 
@@ -86,9 +85,9 @@ class Pipeline:
         self._timeline = timeline
         self._device = device
         self._deadline_s = deadline_s
-        self._read_ahead_limit = buffers - 1
         self._staging = Staging(self._chunks, store, pools=pools, device=device, count=buffers)
         self._step: _Step | None = None
+        self._updated: dict[int, Promise] = {}
         self._failure: BaseException | None = None
 
     @property
@@ -113,9 +112,9 @@ class Pipeline:
             if chunk.meets(frozenset(rules.get(chunk.flat_key, ()))):
                 chunks.append(chunk)
         unread = deque(chunk for chunks in of_unit.values() for chunk in chunks)
-        updated = {unit: Promise(f"the update of unit {unit}", self._deadline_s) for unit in of_unit}
         grads.keep_only(unread)
-        self._step = _Step(rules, grads, grad_scale, unread, of_unit, updated)
+        self._updated = {unit: Promise(f"the update of unit {unit}", self._deadline_s) for unit in of_unit}
+        self._step = _Step(rules, grads, grad_scale, unread, of_unit)
 
     def units(self) -> Iterator[int]:
         """The units of the step, in forward order."""
@@ -127,20 +126,20 @@ class Pipeline:
         step = self._current()
         try:
             writes = [self._advance(step) for _ in step.of_unit[unit]]
-            step.updated[unit].keep(join(writes))
+            self._updated[unit].keep(join(writes))
         except BaseException as error:
             self._fail(step, error)
             raise
 
     def updated(self, unit: int) -> Work:
-        """Over when the unit's new parameters and states of the step under way are at rest."""
-        return self._step.updated[unit] if self._step is not None and unit in self._step.updated else COMPLETED
+        """Over when the unit's parameters and states of the last step begun are at rest. Raises what the step raised."""
+        return self._updated.get(unit, COMPLETED)
 
     def finish(self) -> None:
         """Wait until the last write is over."""
         step = self._current()
         try:
-            everything = join(step.updated.values())
+            everything = join(self._updated.values())
             if not everything.is_completed():
                 with self._timeline.stall(Lane.NVME_WRITE, "last chunks"):
                     everything.wait()
@@ -176,8 +175,8 @@ class Pipeline:
         return self._update_on_cpu(step, hand)
 
     def _read_ahead(self, step: _Step) -> None:
-        """Start the reads of coming chunks, as many as get a buffer without waiting."""
-        while step.unread and len(step.hands) < self._read_ahead_limit and self._staging.can_read(Homes.of(self._store, step.unread[0])):
+        """Start the reads of coming chunks, as many as get a buffer without waiting; chunks in memory, which need none, do not stand in the way."""
+        while step.unread and self._staging.can_read(Homes.of(self._store, step.unread[0])):
             self._read_next(step)
 
     def _read_next(self, step: _Step) -> None:
@@ -325,7 +324,7 @@ class Pipeline:
         """Tell every waiter, and wait until no device uses a buffer any more."""
         self._failure = error
         self._step = None
-        for promise in step.updated.values():
+        for promise in self._updated.values():
             promise.fail(error)
         step.grads.fail(error)
         for settle in (join(hand.arrived for hand in step.hands).wait, self._staging.drain):

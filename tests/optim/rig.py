@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from optim.fakes import MemoryStore
 
 from infinity import native
 from infinity.kinds import OPTIMIZER_STATES, Group, State, Tier
@@ -17,11 +19,12 @@ from infinity.optim.grads import Grads
 from infinity.optim.optimizer import TieredAdamW
 from infinity.optim.pipeline import Pipeline
 from infinity.sharding.layout import ParamSpec, Slot, UnitLayout, layout_unit
+from infinity.storage.chunks import ChunkSpec, Part
 from infinity.storage.copies import Copies
 from infinity.storage.slabs import SlabPool
+from infinity.storage.store import NvmePath, Store
 from infinity.storage.tiers import Pools
 from infinity.timeline import Timeline
-from optim.fakes import MemoryStore
 
 CPU = torch.device("cpu")
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
@@ -88,6 +91,7 @@ class Rig:
     grads: Grads
     pipeline: Pipeline
     timeline: Timeline
+    device: torch.device
     params: dict[str, torch.nn.Parameter]
     addresses: dict[torch.Tensor, Address]
 
@@ -100,7 +104,7 @@ class Rig:
             for f, flat in enumerate(unit.flats):
                 present = frozenset(i for i, slot in enumerate(flat.slots) if slot.name in grads)
                 if present:
-                    buffer = torch.zeros(flat.numel, dtype=flat.dtype)
+                    buffer = torch.zeros(flat.numel, dtype=flat.dtype, device=self.device)
                     for i in present:
                         flat.slots[i].view(buffer).copy_(grads[flat.slots[i].name])
                     self.grads.arrive(unit.index, f, buffer, present)
@@ -127,7 +131,7 @@ def read_chunk(store: Any, chunk: Chunk, group: Group) -> torch.Tensor:
     key = chunk.key(group)
     resident = store.resident(key)
     if resident is not None:
-        return resident.clone()
+        return resident.to("cpu", copy=True)
     buffer = slabs.take(sizes_of([chunk])[key])
     store.fetch(key, buffer).wait(30)
     return buffer
@@ -169,22 +173,24 @@ def rig(
     open_store: Callable[[Sequence[Chunk], Place], Any] = memory_store,
     buffers: int = 3,
     deadline_s: float = 20.0,
+    device: torch.device = CPU,
 ) -> Iterator[Rig]:
     units = units_of(shapes, dtype)
     chunks = trainable_chunks(units, 2048, grad_dtype=grad_dtype)
     store = open_store(chunks, place)
     timeline = Timeline()
-    copies = Copies(CPU, timeline)
-    grads = Grads(chunks, store=store, copies=copies, pool=pool, slabs=slabs, timeline=timeline, device=CPU, deadline_s=deadline_s)
+    copies = Copies(device, timeline)
+    pinned = SlabPool(pin=device.type == "cuda", threads=1)
+    grads = Grads(chunks, store=store, copies=copies, pool=pool, slabs=pinned, timeline=timeline, device=device, deadline_s=deadline_s)
     pipeline = Pipeline(
         chunks,
         store=store,
         copies=copies,
         cpu_kernel=CpuKernel(pool),
         gpu_kernel=GpuKernel(),
-        pools=Pools(pinned=slabs, plain=slabs),
+        pools=Pools(pinned=pinned, plain=slabs),
         timeline=timeline,
-        device=CPU,
+        device=device,
         deadline_s=deadline_s,
         buffers=buffers,
     )
@@ -192,12 +198,46 @@ def rig(
     adopt(store, units, chunks, values)
     params = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
     addresses = {
-        params[slot.name]: Address(slot.name, unit.index, f, s) for unit in units for f, flat in enumerate(unit.flats) for s, slot in enumerate(flat.slots)
+        params[slot.name]: Address(slot.name, unit.index, f, s)
+        for unit in units
+        for f, flat in enumerate(unit.flats)
+        for s, slot in enumerate(flat.slots)
     }
     try:
-        yield Rig(units, chunks, store, grads, pipeline, timeline, params, addresses)
+        yield Rig(units, chunks, store, grads, pipeline, timeline, device, params, addresses)
     finally:
         pipeline.close()
         grads.close()
+        copies.close()
 
 
+@contextmanager
+def file_store(directory: Path, device: torch.device = CPU) -> Iterator[Callable[[Sequence[Chunk], Place], Store]]:
+    """Makes the real thing: chunks on NVMe are dealt to shard files under two directories."""
+    opened: list[Store] = []
+
+    def open_store(chunks: Sequence[Chunk], place: Place) -> Store:
+        timeline = Timeline()
+        copies, pinned = Copies(device, timeline), SlabPool(pin=device.type == "cuda", threads=1)
+        paths = [NvmePath(path=directory / name, weight=1.0) for name in ("first", "second")]
+        for path in paths:
+            path.path.mkdir(exist_ok=True)
+        store = Store(paths=paths, run="test", pools=Pools(pinned=pinned, plain=slabs), copies=copies, timeline=timeline)
+        opened.append(store)
+        store.build([spec_of(chunk, group, place(chunk, group)) for chunk in chunks for group in Group], [f"unit.{i}" for i in range(len(SHAPES))])
+        return store
+
+    try:
+        yield open_store
+    finally:
+        for store in opened:
+            store.close()
+
+
+def spec_of(chunk: Chunk, group: Group, tier: Tier) -> ChunkSpec:
+    name = f"u{chunk.unit}|f{chunk.flat}|c{chunk.index}"
+    if group is Group.OPTIMIZER:
+        parts = tuple(Part(f"{name}|{state}", torch.float32, chunk.numel) for state in OPTIMIZER_STATES)
+    else:
+        parts = (Part(f"{name}|{group}", chunk.dtype if group is Group.PARAM else chunk.grad_dtype, chunk.numel),)
+    return ChunkSpec(chunk.key(group), sum(part.nbytes for part in parts), tier, parts)

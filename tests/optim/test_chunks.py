@@ -42,7 +42,10 @@ def test_neighbours_of_one_rule_are_one_segment():
 
 
 def test_chunks_are_in_forward_order_and_leave_frozen_parameters_out():
-    specs = [ParamSpec(name="w", shape=(5000,), dtype=torch.bfloat16, trainable=True), ParamSpec(name="f", shape=(9,), dtype=torch.bfloat16, trainable=False)]
+    specs = [
+        ParamSpec(name="w", shape=(5000,), dtype=torch.bfloat16, trainable=True),
+        ParamSpec(name="f", shape=(9,), dtype=torch.bfloat16, trainable=False),
+    ]
     chunks = trainable_chunks([layout_unit(i, f"u{i}", specs) for i in range(2)], 2048, grad_dtype=torch.float32)
     assert [(chunk.unit, chunk.flat, chunk.index) for chunk in chunks] == [(u, 0, c) for u in range(2) for c in range(3)]
     assert chunks[1].interval == Interval(2048, 4096) and chunks[1].pieces == ((0, Interval(0, 2048)),)
