@@ -65,6 +65,10 @@ class Timeline:
         """A motion that is over."""
         self._add(Span(lane, name, start_ns, stop_ns, nbytes))
 
+    def record_stall(self, lane: Lane, name: str, start_ns: int, stop_ns: int) -> None:
+        """A wait for `lane` that is over."""
+        self._add(Span(lane, name, start_ns, stop_ns, is_stall=True))
+
     @contextmanager
     def span(self, lane: Lane, name: str, nbytes: int = 0) -> Iterator[None]:
         """The body is the motion."""
@@ -72,7 +76,7 @@ class Timeline:
         try:
             yield
         finally:
-            self._add(Span(lane, name, start_ns, time.monotonic_ns(), nbytes))
+            self.record(lane, name, start_ns, time.monotonic_ns(), nbytes)
 
     @contextmanager
     def stall(self, lane: Lane, name: str) -> Iterator[None]:
@@ -81,7 +85,7 @@ class Timeline:
         try:
             yield
         finally:
-            self._add(Span(lane, name, start_ns, time.monotonic_ns(), is_stall=True))
+            self.record_stall(lane, name, start_ns, time.monotonic_ns())
 
     def _add(self, span: Span) -> None:
         with self._lock:

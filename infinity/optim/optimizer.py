@@ -51,6 +51,8 @@ class TieredAdamW(torch.optim.Optimizer):
         self._clipped_arrivals: int | None = None
         self.skipped_steps = 0
         """Steps not taken because a gradient was inf or nan."""
+        self.on_cleared: Callable[[], None] = lambda: None
+        """Called whenever no gradient is left: whoever shows `param.grad` to users can forget it."""
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -71,9 +73,7 @@ class TieredAdamW(torch.optim.Optimizer):
             raise TraceError("zero_grad(set_to_none=False) keeps gradients of zeros, which are not stored. Call zero_grad()")
         self._grads.clear()
         self._reset_clip()
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
+        self.on_cleared()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients down to a total 2-norm of `max_norm`, when `step()` reads them. Returns the norm before, fp32 [] on the CPU.
@@ -134,6 +134,7 @@ class TieredAdamW(torch.optim.Optimizer):
         if self._loss_scale is not None:
             self._loss_scale.update(norm)
         self._reset_clip()
+        self.on_cleared()
 
     def _take_step(self, grad_scale: float) -> None:
         grads = self._grads.take()

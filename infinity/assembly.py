@@ -1,0 +1,341 @@
+"""From a model and a configuration to the parts of an engine, in the order in which they are built; undone in reverse when one fails."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from infinity import native
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.kinds import Group, Tier
+from infinity.optim.adamw import CpuKernel, GpuKernel
+from infinity.optim.chunks import Address, trainable_chunks
+from infinity.optim.grads import Grads
+from infinity.optim.loss_scale import LossScale
+from infinity.optim.optimizer import TieredAdamW
+from infinity.optim.pipeline import Pipeline
+from infinity.planner.hardware import Hardware, choose_device, survey
+from infinity.planner.plan import STAGING, Plan, Rates, Wish, make_plan
+from infinity.runtime.builder import build
+from infinity.runtime.compute_clock import ComputeClock
+from infinity.runtime.hooks import Hooks
+from infinity.runtime.scheduler import Movers, Scheduler
+from infinity.runtime.states import States
+from infinity.runtime.units import Cast, Unit, find_units, make_units
+from infinity.storage import probe
+from infinity.storage.copies import Copies
+from infinity.storage.reserve import Reserve
+from infinity.storage.rundir import discard
+from infinity.storage.slabs import SlabPool
+from infinity.storage.store import AioOptions, NvmePath, Pools, Resumed, Store
+from infinity.timeline import Timeline
+
+Model = nn.Module | Callable[[], nn.Module]
+ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Callable[[Iterable[tuple[str, nn.Parameter]]], Any]
+
+logger = logging.getLogger("infinity")
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """Everything an engine owns. `closers` closes it in reverse order of construction."""
+
+    config: Config
+    device: torch.device
+    timeline: Timeline
+    model: nn.Module
+    units: list[Unit]
+    plan: Plan
+    store: Store
+    states: States
+    pipeline: Pipeline
+    grads: Grads
+    optimizer: TieredAdamW
+    loss_scale: LossScale | None
+    scheduler: Scheduler
+    hooks: Hooks
+    resumed: Resumed | None
+    closers: ExitStack
+
+
+def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, from_checkpoint: bool) -> Parts:
+    """Build everything. `from_checkpoint`: the values in this run's store, if any, are replaced by a checkpoint's, so they may go."""
+    device = choose_device(config.device)
+    paths = check_paths(config)
+    before = _held_now(device)
+    with ExitStack() as closers:
+        pool = native.ThreadPool(_adam_threads())
+        closers.callback(pool.close)
+        hardware = survey(device, pool)
+        module = build_model(model, paths)
+        timeline = Timeline()
+        cast = make_cast(config, module)
+        units = _units_of(module, config, cast)
+        plan = plan_units(units, config, hardware, paths, before)
+        pools = Pools(pinned=SlabPool(pin=device.type == "cuda", threads=min(8, hardware.cores)), plain=SlabPool(pin=False, threads=min(8, hardware.cores)))
+        closers.callback(pools.pinned.close)
+        closers.callback(pools.plain.close)
+        copies = Copies(device, timeline)
+        closers.callback(copies.close)
+        if from_checkpoint:
+            discard([path.path for path in paths], config.store.run)
+        store = Store(
+            paths=paths, run=config.store.run, pools=pools, copies=copies, timeline=timeline, aio=_aio_options(config), identity=_identity(config, units)
+        )
+        closers.callback(store.close)
+        resumed = _open_store(store, plan, units, config)
+        deadline_s = config.nvme.deadline_s
+        states = States(units, store, pools.plain, chunk_numel=plan.chunk_numel, deadline_s=deadline_s)
+        for unit in units:
+            if resumed is None:
+                states.adopt(unit, [param.detach() for param in unit.params])
+            for param in unit.params:
+                param.data = torch.empty(1, dtype=param.dtype, device=device).expand(param.shape)  # the values rest in the store from here on
+        _move_buffers(module, device)
+        accumulates = config.train.accumulation > 1
+        chunks = trainable_chunks([unit.layout for unit in units], plan.chunk_numel, grad_dtype=torch.float32 if accumulates else None)
+        grads = Grads(chunks, store=store, copies=copies, pool=pool, slabs=pools.pinned, timeline=timeline, device=device, deadline_s=deadline_s)
+        closers.callback(grads.close)
+        pipeline = Pipeline(
+            chunks,
+            store=store,
+            copies=copies,
+            cpu_kernel=CpuKernel(pool),
+            gpu_kernel=GpuKernel(),
+            pools=pools,
+            timeline=timeline,
+            device=device,
+            deadline_s=deadline_s,
+        )
+        closers.callback(pipeline.close)
+        loss_scale = _loss_scale(config)
+        optimizer = TieredAdamW(
+            group_params(module, param_groups),
+            addresses=_addresses(units),
+            grads=grads,
+            pipeline=pipeline,
+            loss_scale=loss_scale,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+        )
+        movers = Movers(
+            store=store, copies=copies, slabs=pools.pinned, staging=_staging(plan, pools), grads=grads, clock=ComputeClock(timeline, device)
+        )
+        live_bytes = next(item.nbytes for item in plan.working if item.name == "live units")
+        scheduler = Scheduler(
+            units,
+            movers,
+            device,
+            chunk_numel=plan.chunk_numel,
+            budget_bytes=live_bytes,
+            prefetch_units=config.prefetch.units,
+            deadline_s=deadline_s,
+        )
+        closers.callback(scheduler.close)
+        hooks = Hooks(module, units, scheduler, device=device)
+        optimizer.on_cleared = hooks.forget_grads
+        return Parts(
+            config=config,
+            device=device,
+            timeline=timeline,
+            model=module,
+            units=units,
+            plan=plan,
+            store=store,
+            states=states,
+            pipeline=pipeline,
+            grads=grads,
+            optimizer=optimizer,
+            loss_scale=loss_scale,
+            scheduler=scheduler,
+            hooks=hooks,
+            resumed=resumed,
+            closers=closers.pop_all(),
+        )
+
+
+def preview(model: Model, config: Config) -> Plan:
+    """The plan alone."""
+    device = choose_device(config.device)
+    paths = check_paths(config)
+    if isinstance(model, nn.Module):
+        module = model
+    else:
+        with torch.device("meta"):
+            module = model()
+    with native.ThreadPool(_adam_threads()) as pool:
+        hardware = survey(device, pool)
+    units = _units_of(module, config, make_cast(config, module))
+    return plan_units(units, config, hardware, paths, _held_now(device))
+
+
+def check_paths(config: Config) -> list[NvmePath]:
+    """The configured paths, known to be usable; warnings for what is not a disk."""
+    paths = [NvmePath(path=Path(path.path), weight=path.weight, max_bytes=path.max_bytes) for path in config.nvme.paths]
+    for path in paths:
+        found = probe.check_path(path.path)
+        if found.warning:
+            logger.warning("nvme.paths: %s", found.warning)
+    return paths
+
+
+def build_model(model: Model, paths: Sequence[NvmePath]) -> nn.Module:
+    """A module as it is; a builder's module with its large storages in unlinked files on the first path."""
+    if isinstance(model, nn.Module):
+        return model
+    with tempfile.TemporaryDirectory(prefix=".infinity-build-", dir=paths[0].path if paths else None) as spool:
+        return build(model, spool)
+
+
+def make_cast(config: Config, model: nn.Module) -> Cast:
+    """precision.dtype for every floating-point parameter that no pattern of precision.keep_fp32 names."""
+    dtype, kept = _DTYPES[config.precision.dtype], config.precision.keep_fp32
+    names = [name for name, _ in model.named_parameters()]
+    idle = [pattern for pattern in kept if not fnmatch.filter(names, pattern)]
+    if idle:
+        raise ConfigError(f"precision.keep_fp32: no parameter is called {', '.join(idle)}; the first is {names[0] if names else 'none'}")
+    return lambda name, _: torch.float32 if any(fnmatch.fnmatchcase(name, pattern) for pattern in kept) else dtype
+
+
+def _units_of(model: nn.Module, config: Config, cast: Cast) -> list[Unit]:
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.dtype not in (*_DTYPES.values(), torch.complex64):
+            raise ConfigError(f"parameter {name!r} is trained in {param.dtype}: the engine trains fp32, bf16, fp16 and complex64. Convert it, or freeze it")
+    units = make_units(find_units(model, threshold_numel=config.units.threshold, classes=config.units.classes, cast=cast), cast=cast)
+    if not units:
+        raise ConfigError("the model has no parameters: there is nothing to train")
+    return units
+
+
+def plan_units(units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int]) -> Plan:
+    """The plan for these units on this machine. Raises CapacityError or ConfigError when it cannot work."""
+    placement = config.placement
+    wish = Wish(
+        hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
+        cpu_limit=None if config.budgets.cpu == "auto" else int(config.budgets.cpu),
+        param=_tier(placement.param),
+        grad=_tier(placement.grad),
+        optimizer=_tier(placement.optimizer),
+        chunk_numel=config.optimizer.chunk_size // 4,
+        prefetch_units=config.prefetch.units,
+        accumulates=config.train.accumulation > 1,
+    )
+    root = next((unit.index for unit in units if unit.is_root), None)
+    rates = Rates(upload=hardware.upload_rate, adam=hardware.adam_rate)
+    plan = make_plan(
+        [unit.layout for unit in units], wish, hardware.device, hbm_free=hardware.hbm_free, cpu_available=hardware.cpu_available, rates=rates, root=root
+    )
+    if plan.resting(Tier.NVME):
+        if not paths:
+            needed = plan.resting(Tier.NVME)
+            raise ConfigError(f"nvme.paths is empty, but {needed} bytes of state do not fit in budgets.cpu and budgets.hbm. Name a directory on a disk there")
+        measured = [probe.rates(path.path) for path in paths]
+        rates = replace(rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
+    return replace(plan, rates=rates, baseline=before)
+
+
+def _tier(place: str) -> Tier | None:
+    return None if place == "auto" else Tier(place)
+
+
+def _held_now(device: torch.device) -> dict[Tier, int]:
+    """What the process holds before the engine comes."""
+    held = {Tier.CPU: int(psutil.Process().memory_info().rss)}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        held[Tier.HBM] = total - free
+    return held
+
+
+def _adam_threads() -> int:
+    """All cores, less two for the threads that launch compute and I/O where there are enough."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if cores <= 4 else cores - 2
+
+
+def _aio_options(config: Config) -> AioOptions:
+    nvme = config.nvme
+    return AioOptions(
+        block_bytes=nvme.block_size, queue_depth=nvme.queue_depth, readers=nvme.readers, writers=nvme.writers, deadline_s=nvme.deadline_s
+    )
+
+
+def _identity(config: Config, units: Sequence[Unit]) -> dict[str, str]:
+    """What must be equal to go on with a run, beside the layout."""
+    identity = {"optimizer": "adamw", "precision": config.precision.dtype}
+    if config.nvme.paths and config.store.resume != "never":
+        crc = 0
+        for unit in units:
+            for param in unit.params:
+                crc = native.crc32c(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8), crc)
+        identity["initial weights"] = f"{crc:08x}"
+    return identity
+
+
+def _open_store(store: Store, plan: Plan, units: Sequence[Unit], config: Config) -> Resumed | None:
+    names = [unit.name for unit in units]
+    resumed = store.reopen(plan.specs, names) if config.nvme.paths and config.store.resume != "never" else None
+    if resumed is None:
+        if config.store.resume == "must":
+            raise ConfigError(f'store.resume = "must", but run {config.store.run!r} has never been published on these paths. Set it to "auto" to start it')
+        store.build(plan.specs, names)
+    return resumed
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _loss_scale(config: Config) -> LossScale | None:
+    precision = config.precision
+    if precision.dtype != "fp16":
+        return None
+    return LossScale(
+        initial=precision.init_scale, growth=precision.growth_factor, backoff=precision.backoff_factor, growth_interval=precision.growth_interval
+    )
+
+
+def group_params(model: nn.Module, param_groups: ParamGroups | None) -> Any:
+    """What the optimizer is given: the trained parameters, the user's groups, or what the user's function makes of the named parameters."""
+    if param_groups is None:
+        return [param for param in model.parameters() if param.requires_grad]
+    return param_groups(model.named_parameters()) if callable(param_groups) else param_groups
+
+
+def _addresses(units: Sequence[Unit]) -> dict[Tensor, Address]:
+    addresses: dict[Tensor, Address] = {}
+    for unit in units:
+        params = dict(zip(unit.names, unit.params, strict=True))
+        for f, flat in enumerate(unit.layout.flats):
+            if flat.trainable:
+                for s, slot in enumerate(flat.slots):
+                    addresses[params[slot.name]] = Address(slot.name, unit.layout.index, f, s)
+    return addresses
+
+
+def _staging(plan: Plan, pools: Pools) -> Reserve | None:
+    """Pinned buffers between NVMe reads and uploads, where a GPU's parameters rest on NVMe."""
+    sizes = [spec.padded_nbytes for spec in plan.specs if spec.tier is Tier.NVME and spec.key.group is Group.PARAM]
+    if plan.device.type != "cuda" or not sizes:
+        return None
+    return Reserve(pools.pinned, max(sizes), STAGING, "upload staging")

@@ -1,0 +1,218 @@
+"""`infinity.initialize` and what it returns: an engine around an ordinary module, an ordinary optimizer and a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from infinity import checkpoint
+from infinity.assembly import Model, ParamGroups, Parts, assemble, preview
+from infinity.config import load_config
+from infinity.config.load import Source
+from infinity.errors import ClosedError
+from infinity.optim.optimizer import TieredAdamW
+from infinity.planner.plan import Plan
+from infinity.run_state import RunState, Stateful
+from infinity.storage.work import COMPLETED, Work
+from infinity.timeline import Timeline
+
+
+def initialize(
+    model: Model,
+    config: Source,
+    *,
+    param_groups: ParamGroups | None = None,
+    checkpoint: str | Path | None = None,
+) -> Engine:
+    """Attach an engine to a model: its parameters move into the tiers, and the module goes on working as before.
+
+    `model` is an nn.Module, or a function that builds one too big to build whole. `config` is a path of a TOML or JSON
+    file, a mapping, or a Config. `param_groups` is what torch.optim.AdamW takes, or a function of `named_parameters()`.
+    With `checkpoint` the run starts from that directory (see `Engine.load`), whatever its store holds.
+
+    Raises ConfigError for what cannot work and CapacityError for what does not fit, before anything is written;
+    LockError when another job uses the run.
+    """
+    checked = load_config(config)
+    engine = Engine(assemble(model, checked, param_groups, from_checkpoint=checkpoint is not None))
+    try:
+        if checkpoint is not None:
+            engine.load(checkpoint)
+        elif engine._parts.resumed is not None:
+            engine._resume(engine._parts.resumed.extra)
+    except BaseException:
+        engine.close(publish=False)
+        raise
+    return engine
+
+
+class Engine:
+    """One model in training. Close it, or use it as a context manager."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._state = RunState(parts.model, parts.optimizer, parts.loss_scale, parts.device)
+        self._closed = False
+        self._skipped_before = 0
+        parts.optimizer.register_step_pre_hook(self._before_step)
+        parts.optimizer.register_step_post_hook(self._after_step)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module, hooks attached."""
+        return self._parts.model
+
+    @property
+    def optimizer(self) -> TieredAdamW:
+        """A torch.optim.Optimizer over the model's parameters."""
+        return self._parts.optimizer
+
+    @property
+    def plan(self) -> Plan:
+        """Where everything rests and what a step is expected to cost."""
+        return self._parts.plan
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was busy when."""
+        return self._parts.timeline
+
+    @property
+    def device(self) -> torch.device:
+        """Where compute happens."""
+        return self._parts.device
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken since the beginning of the run; skipped ones do not count."""
+        return self._state.global_step
+
+    def register(self, **objects: Stateful) -> None:
+        """Objects with state_dict and load_state_dict (schedulers, loaders): saved and restored with the run."""
+        self._state.register(objects)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call `backward()` on: scaled in fp16, itself otherwise."""
+        return self._parts.loss_scale.scale(loss) if self._parts.loss_scale else loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of the coming step by their global norm, as torch.nn.utils.clip_grad_norm_; returns the norm before."""
+        return self._parts.optimizer.clip_grad_norm_(max_norm)
+
+    def gathered(self, module: nn.Module | None = None) -> AbstractContextManager[Any]:
+        """Real values in the parameters of `module` (the whole model if left out), for reading and changing, inside `with`."""
+        self._check_open()
+        return self._parts.hooks.gathered(self.model if module is None else module)
+
+    def save(self, directory: str | Path) -> Work:
+        """Write a complete checkpoint: weights, moments, step, loss scale, registered objects, generators, buffers.
+
+        The directory appears whole or not at all. Raises CheckpointError if it exists, StorageError when the disk is full.
+        """
+        self._check_open()
+        self._parts.pipeline.check()
+        extra = {"run": self._state.capture(), "precision": self._parts.config.precision.dtype, "tied": self._tied_names()}
+        checkpoint.save(Path(directory), self._parts.states, extra, step=self.global_step)
+        return COMPLETED
+
+    def load(self, directory: str | Path) -> None:
+        """Put back what `save` wrote, also one made under another placement, other budgets or other paths.
+
+        Raises CheckpointError before anything is changed when parameters, shapes or files do not match.
+        """
+        self._check_open()
+        self._parts.scheduler.invalidate()
+        self._parts.optimizer.zero_grad()
+        extra = checkpoint.load(Path(directory), self._parts.states)
+        self._parts.states.flush()
+        self._new_values()
+        self._state.restore(_mapping(extra["run"]))
+
+    def statistics(self) -> dict[str, Any]:
+        """Totals since the start: bytes moved and seconds stalled per lane, and the fetch-ahead peaks."""
+        timeline, scheduler = self._parts.timeline, self._parts.scheduler
+        return {
+            "bytes": timeline.moved_bytes(),
+            "stalled_s": timeline.stalled_s(),
+            "peak_live_bytes": scheduler.peak_bytes,
+            "peak_live_units": scheduler.peak_units,
+        }
+
+    def detach(self) -> nn.Module:
+        """Give the module its real parameters back, take the hooks off, and close the engine. The values must fit in memory."""
+        self._check_open()
+        self._parts.hooks.detach()
+        self.close()
+        return self._parts.model
+
+    def close(self, *, publish: bool | None = None) -> None:
+        """Finish what is under way, publish the run so that the next process goes on with it, stop the threads, free everything.
+
+        A run is published where it has a path and store.resume is not "never"; `publish=False` leaves it as it is.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        wanted = bool(self._parts.config.nvme.paths) and self._parts.config.store.resume != "never"
+        try:
+            if (wanted if publish is None else publish) and self._parts.pipeline.is_sound:
+                self._parts.scheduler.invalidate()
+                self._parts.store.publish(self.global_step, {"run": checkpoint.to_json(self._state.capture())})
+        finally:
+            self._parts.closers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """After an exception nothing is published: schedulers, loaders and generators may be ahead of the last step."""
+        self.close(publish=None if kind is None else False)
+
+    def _before_step(self, *_: object) -> None:
+        self._check_open()
+        self._skipped_before = self._parts.optimizer.skipped_steps
+        self._parts.scheduler.invalidate()
+
+    def _after_step(self, *_: object) -> None:
+        if self._parts.optimizer.skipped_steps == self._skipped_before:
+            self._state.global_step += 1
+            self._new_values()
+        self._parts.scheduler.warm()
+
+    def _new_values(self) -> None:
+        """Backward through anything computed from the old values must raise."""
+        for unit in self._parts.units:
+            if any(flat.trainable for flat in unit.layout.flats):
+                unit.version += 1
+
+    def _resume(self, extra: Mapping[str, Any]) -> None:
+        self._state.restore(checkpoint.from_json(extra["run"]))
+
+    def _tied_names(self) -> dict[str, str]:
+        """Every other name of a tied parameter: name -> the name it is stored under."""
+        owners = {param: name for unit in self._parts.units for name, param in zip(unit.names, unit.params, strict=True)}
+        every = self.model.named_parameters(remove_duplicate=False)
+        return {name: owners[param] for name, param in every if owners[param] != name}
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine is closed: call infinity.initialize again")
+
+
+def plan(model: Model, config: Source) -> Plan:
+    """What fits where and what a step is expected to cost. Nothing is written, and a builder runs on the meta device: no values are made.
+
+    Raises what `initialize` would raise for this configuration on this machine.
+    """
+    return preview(model, load_config(config))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    assert isinstance(value, Mapping)
+    return value

@@ -1,0 +1,125 @@
+"""What this machine offers one rank: memory under its cgroup, free HBM, cores, and rates measured in a moment."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from infinity import native
+from infinity.sizes import MiB
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Bytes and bytes per second as this process can have them."""
+
+    device: torch.device
+    hbm_free: int
+    """Free bytes of GPU memory now; 0 without CUDA."""
+    cpu_available: int
+    """MemAvailable, or what the memory cgroup leaves, whichever is less."""
+    cores: int
+    upload_rate: float
+    """Bytes per second from pinned memory; 0 without CUDA."""
+    adam_rate: float
+    """Elements per second that the CPU kernel updates."""
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+def survey(device: torch.device, pool: native.ThreadPool) -> Hardware:
+    """Look, and measure for some tens of milliseconds."""
+    cuda = device.type == "cuda"
+    return Hardware(
+        device=device,
+        hbm_free=torch.cuda.mem_get_info(device)[0] if cuda else 0,
+        cpu_available=available_memory(),
+        cores=len(os.sched_getaffinity(0)),
+        upload_rate=_measure_upload(device) if cuda else 0.0,
+        adam_rate=_measure_adam(pool),
+    )
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: MemAvailable, capped by every memory cgroup above it (v1 and v2)."""
+    free = int(psutil.virtual_memory().available)
+    for limit, usage in _cgroup_limits():
+        free = min(free, max(0, limit - usage))
+    return free
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    found = []
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit_name, usage_name, stat_key = _CGROUP_ROOT, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit_name, usage_name, stat_key = _CGROUP_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        while True:
+            limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+            if limit is not None and usage is not None and limit < _UNLIMITED:
+                found.append((limit, usage - _stat(folder / "memory.stat", stat_key)))
+            if folder == root:
+                break
+            folder = folder.parent
+    return found
+
+
+def _stat(path: Path, key: str) -> int:
+    """A line of memory.stat; page cache that the kernel can drop is not memory in use."""
+    return next((int(line.split()[1]) for line in _lines(path) if line.startswith(f"{key} ")), 0)
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _measure_upload(device: torch.device) -> float:
+    source = torch.empty(64 * MiB, dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(source, device=device)
+    target.copy_(source, non_blocking=True)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(2):
+        target.copy_(source, non_blocking=True)
+    stop.record()
+    stop.synchronize()
+    return 2 * source.numel() / (start.elapsed_time(stop) / 1e3)
+
+
+def _measure_adam(pool: native.ThreadPool) -> float:
+    numel = 1 << 20
+    master, exp_avg, exp_avg_sq, grad = (torch.ones(numel) for _ in range(4))
+    segments = [native.AdamSegment(0, numel, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1)]
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        native.adamw(pool, master, exp_avg, exp_avg_sq, grad, None, segments)
+        best = min(best, time.perf_counter() - start)
+    return numel / best

@@ -1,0 +1,103 @@
+"""What belongs to a run beside parameters and moments: groups, step counts, loss scale, random number generators, buffers, registered objects."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from infinity.errors import CheckpointError
+from infinity.optim.loss_scale import LossScale
+from infinity.optim.optimizer import TieredAdamW
+
+
+class Stateful(Protocol):
+    """A scheduler, a loader, anything that can be put back where it was."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class RunState:
+    """Captures and restores it all, as plain values and tensors."""
+
+    def __init__(self, model: nn.Module, optimizer: TieredAdamW, loss_scale: LossScale | None, device: torch.device) -> None:
+        self._model, self._optimizer, self._loss_scale, self._device = model, optimizer, loss_scale, device
+        self._registered: dict[str, Stateful] = {}
+        self._unclaimed: dict[str, Any] = {}
+        """States of objects that a resumed run had registered and that this process has not registered yet."""
+        self.global_step = 0
+
+    def register(self, objects: Mapping[str, Stateful]) -> None:
+        """Objects saved and restored with the run. One that the resumed state knows is restored at once."""
+        for name, entry in objects.items():
+            if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
+                raise CheckpointError(f"engine.register({name}=...): a {type(entry).__name__} has no state_dict and load_state_dict")
+            if name in self._registered:
+                raise CheckpointError(f"engine.register({name}=...): the name is taken; register each object once, under its own name")
+            self._registered[name] = entry
+            if name in self._unclaimed:
+                entry.load_state_dict(self._unclaimed.pop(name))
+
+    def capture(self) -> dict[str, object]:
+        """Everything as it is between two steps. Tensors are copies on the CPU."""
+        return {
+            "global_step": self.global_step,
+            "groups": [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups],
+            "step_counts": self._optimizer.step_counts(),
+            "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
+            "rng": self._capture_rng(),
+            "buffers": {name: buffer.detach().to("cpu", copy=True) for name, buffer in self._model.named_buffers()},
+            "registered": {name: entry.state_dict() for name, entry in self._registered.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put back what `capture` gave. Raises CheckpointError naming what does not fit."""
+        self._restore_groups(state["groups"])
+        self._optimizer.load_step_counts(state["step_counts"])
+        if self._loss_scale and state["loss_scale"]:
+            self._loss_scale.load_state_dict(state["loss_scale"])
+        self._restore_buffers(state["buffers"])
+        for name, saved in state["registered"].items():
+            if name in self._registered:
+                self._registered[name].load_state_dict(saved)
+            else:
+                self._unclaimed[name] = saved
+        self.global_step = int(state["global_step"])
+        self._restore_rng(state["rng"])
+
+    def _capture_rng(self) -> dict[str, object]:
+        rng: dict[str, object] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if "numpy" in sys.modules:
+            rng["numpy"] = sys.modules["numpy"].random.get_state()
+        if self._device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self._device)
+        return rng
+
+    def _restore_rng(self, rng: Mapping[str, Any]) -> None:
+        version, internal, gauss = rng["python"]
+        random.setstate((version, tuple(internal), gauss))
+        torch.set_rng_state(rng["torch"])
+        if "numpy" in rng and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(rng["numpy"])
+        if "cuda" in rng and self._device.type == "cuda":
+            torch.cuda.set_rng_state(rng["cuda"], self._device)
+
+    def _restore_groups(self, groups: list[dict[str, Any]]) -> None:
+        mine = self._optimizer.param_groups
+        if len(groups) != len(mine):
+            raise CheckpointError(f"the saved run has {len(groups)} parameter groups, this one has {len(mine)}: build param_groups the same way")
+        for group, saved in zip(mine, groups, strict=True):
+            group.update(saved)
+
+    def _restore_buffers(self, saved: Mapping[str, Tensor]) -> None:
+        mine = dict(self._model.named_buffers())
+        wrong = [name for name in {*mine, *saved} if name not in mine or name not in saved or mine[name].shape != saved[name].shape]
+        if wrong:
+            raise CheckpointError(f"buffers differ between the saved run and this model: {', '.join(sorted(wrong))}")
+        for name, buffer in mine.items():
+            buffer.copy_(saved[name])

@@ -1,0 +1,90 @@
+"""One unit's flat buffers on their way to the compute device: asked for, started by the mover, awaited by the hooks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from infinity.errors import MoverError
+from infinity.storage.work import Work
+
+
+class Fetch:
+    """The state of one unit between the request and the release.
+
+    The mover fills `flats` and adds works; a waiter first waits until everything has been started, then for the
+    works. On CUDA the last wait is the current stream's, not the host's.
+    """
+
+    def __init__(self, index: int, name: str, nbytes: int) -> None:
+        self.index, self.name, self.nbytes = index, name, nbytes
+        self.flats: list[Tensor] = []
+        self.urgent = False
+        """A thread waits for it now."""
+        self.attached = False
+        """Handed to the hooks: it may not be given up."""
+        self._works: list[Work] = []
+        self._unstarted = 1
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def expect(self, parts: int) -> None:
+        """`parts` more pieces will be started by somebody else than the mover."""
+        with self._changed:
+            self._unstarted += parts
+
+    def started(self, work: Work | None = None) -> None:
+        """One piece is under way as `work`, or (None) needs no waiting."""
+        with self._changed:
+            if work is not None:
+                self._works.append(work)
+            self._unstarted -= 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Every waiter, now and later, raises `error`."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def has_landed(self) -> bool:
+        """Nothing is in the air: the buffers may be used, or given up."""
+        with self._changed:
+            return self._error is not None or (self._unstarted == 0 and all(work.is_completed() for work in self._works))
+
+    def wait(self, deadline_s: float, is_alive: Callable[[], bool]) -> None:
+        """Block the host until all works exist; then make the current stream (CUDA) or the host (CPU) wait for them."""
+        stop = time.monotonic() + deadline_s
+        with self._changed:
+            while self._unstarted and self._error is None:
+                if not self._changed.wait(timeout=min(1.0, max(0.0, stop - time.monotonic()))) and (time.monotonic() >= stop or not is_alive()):
+                    state = "did not answer" if is_alive() else "is dead"
+                    raise MoverError(f"unit {self.name!r} was not fetched within {deadline_s:g} s: the mover {state}. nvme.deadline_s sets the limit.")
+            if self._error is not None:
+                raise self._error
+        for work in self._works:
+            sync = getattr(work, "sync_current_stream", None)
+            if sync is None:
+                work.wait(deadline_s)
+            else:
+                sync()
+
+    def join(self, deadline_s: float) -> None:
+        """Block the host until nothing is in the air any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unstarted == 0 or self._error is not None, timeout=deadline_s)
+        for work in self._works:
+            work.wait(deadline_s)
+
+
+class Retired:
+    """Buffers that the compute stream may still read; their bytes come back when `event` has completed."""
+
+    def __init__(self, fetch: Fetch, event: torch.cuda.Event) -> None:
+        self.nbytes = fetch.nbytes
+        self.event = event
+        self._flats = fetch.flats  # kept allocated until the event says that the stream is done with them

@@ -1,0 +1,362 @@
+"""The scheduler: brings units to the compute device ahead of their use, and takes them back, within one byte budget.
+
+The training and autograd threads only ask and wait; one mover thread starts every motion, in the order of the trace.
+On a CUDA device a second thread turns NVMe reads that have arrived into uploads, so that the mover never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity.errors import CapacityError, ClosedError, InfinityError, MoverError
+from infinity.kinds import Group, Lane, Tier
+from infinity.optim.grads import Grads
+from infinity.runtime.compute_clock import ComputeClock
+from infinity.runtime.fetches import Fetch, Retired
+from infinity.runtime.trace import Trace
+from infinity.runtime.units import Unit
+from infinity.sharding.layout import Interval
+from infinity.sizes import format_bytes
+from infinity.storage.copies import Copies
+from infinity.storage.reserve import Reserve
+from infinity.storage.slabs import SlabPool
+from infinity.storage.chunks import ChunkKey
+from infinity.storage.store import Store
+from infinity.storage.work import Work
+
+EVENT_POLL_S = 0.0005
+"""How often the mover looks whether the compute stream is done with a buffer that it needs back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movers:
+    """What the scheduler moves bytes with; tests replace any of them."""
+
+    store: Store
+    copies: Copies
+    slabs: SlabPool
+    staging: Reserve | None
+    """Pinned buffers of one parameter chunk each; None on a CPU device, where reads land in the unit's own buffer."""
+    grads: Grads
+    clock: ComputeClock
+
+
+class Scheduler:
+    """Residency (what the hooks ask for) over the store."""
+
+    def __init__(
+        self, units: Sequence[Unit], movers: Movers, device: torch.device, *, chunk_numel: int, budget_bytes: int, prefetch_units: int, deadline_s: float
+    ) -> None:
+        self._units = {unit.layout.index: unit for unit in units}
+        self._chunks = {unit.layout.index: [flat.chunks(chunk_numel) for flat in unit.layout.flats] for unit in units}
+        self._movers, self._device, self._cuda = movers, device, device.type == "cuda"
+        self._budget_bytes, self._prefetch_units, self._deadline_s = budget_bytes, prefetch_units, deadline_s
+        self._trace = Trace()
+        self._fetches: dict[int, Fetch] = {}
+        self._queue: deque[Fetch] = deque()
+        self._retired: deque[Retired] = deque()
+        self._used_bytes = 0
+        self.peak_bytes = 0
+        self.peak_units = 0
+        self._closing = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._uploads: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._run, args=(self._move,), name="infinity-mover", daemon=True)]
+        if self._cuda:
+            self._threads.append(threading.Thread(target=self._run, args=(self._upload,), name="infinity-uploader", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # -- what the hooks ask, in the order of a step -----------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        self._movers.clock.begin("forward")
+
+    def forward_ends(self) -> None:
+        self._movers.clock.end()
+
+    def backward_begins(self) -> None:
+        self._movers.clock.begin("backward")
+
+    def backward_ends(self) -> None:
+        self._movers.clock.end()
+
+    def fetch(self, unit: Unit) -> list[Tensor]:
+        """The unit's full flat buffers, usable by the current stream. Blocks; counts as a stall where it has to wait."""
+        index = unit.layout.index
+        with self._changed:
+            self._check()
+            fetch = self._fetches.get(index) or self._request(index)
+            fetch.urgent = fetch.attached = True
+            for other in self._ahead_of(index):
+                if other not in self._fetches:
+                    self._request(other)
+            self._changed.notify_all()
+        if fetch.has_landed():
+            fetch.wait(self._deadline_s, self._is_alive)
+        else:
+            lane = Lane.UPLOAD if self._cuda else Lane.NVME_READ
+            with self._movers.clock.waiting(lane, fetch.name):
+                fetch.wait(self._deadline_s, self._is_alive)
+        return fetch.flats
+
+    def release(self, unit: Unit) -> None:
+        """The hooks dropped their references; the current stream is the last that reads the buffers."""
+        with self._changed:
+            fetch = self._fetches.pop(unit.layout.index)
+            if self._cuda:
+                event = torch.cuda.Event()
+                event.record()
+                self._retired.append(Retired(fetch, event))
+            else:
+                self._used_bytes -= fetch.nbytes
+            self._changed.notify_all()
+
+    def grad_buffer(self, unit: Unit, flat: int) -> Tensor:
+        """A fresh buffer for a full flat gradient on the compute device, contents undefined."""
+        layout = unit.layout.flats[flat]
+        return self._allocate(layout.numel, layout.dtype)
+
+    def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
+        """A full flat gradient goes to rest; ownership passes. Never waits for a disk unless the staging is full."""
+        self._movers.grads.arrive(unit.layout.index, flat, grad, present)
+
+    def drop_grads(self) -> None:
+        """Forget every gradient that came down since the last step."""
+        self._movers.grads.clear()
+
+    def commit(self, unit: Unit, flats: Sequence[Tensor]) -> None:
+        """Write changed parameter values back to where they rest."""
+        for f, values in enumerate(flats):
+            for c, interval in enumerate(self._chunks[unit.layout.index][f]):
+                piece = values[interval.start : interval.stop]
+                self._movers.store.write_back(_param_key(unit.layout.index, f, c), piece.contiguous().view(torch.uint8)).wait(self._deadline_s)
+
+    def invalidate(self) -> None:
+        """Parameters are about to change: give up what was fetched ahead."""
+        with self._changed:
+            for fetch in [fetch for fetch in self._queue if not fetch.attached]:
+                self._queue.remove(fetch)
+                del self._fetches[fetch.index]
+            stale = [fetch for fetch in self._fetches.values() if not fetch.attached]
+        for fetch in stale:
+            fetch.join(self._deadline_s)
+        with self._changed:
+            for fetch in stale:
+                self._give_up(fetch)
+            self._trace.restart()
+            self._changed.notify_all()
+
+    def warm(self) -> None:
+        """Start on the first units of the next forward."""
+        with self._changed:
+            self._check()
+            for index in self._trace.first(self._prefetch_units + 1):
+                if index not in self._fetches:
+                    self._request(index)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop the threads and drop every buffer. Waiters raise ClosedError."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._uploads.put(None)
+        for thread in self._threads:
+            thread.join(self._deadline_s)
+        for fetch in self._fetches.values():
+            fetch.fail(ClosedError("the engine was closed while a unit was on its way"))
+        self._fetches.clear()
+        self._retired.clear()
+
+    # -- the mover ---------------------------------------------------------------------------------------------------
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            if self._cuda:
+                torch.cuda.set_device(self._device)
+            loop()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, InfinityError):
+            cause = error
+            error = MoverError(f"a mover thread died: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+        with self._changed:
+            self._error = error
+            fetches = list(self._fetches.values())
+            self._changed.notify_all()
+        if self._movers.staging is not None:
+            self._movers.staging.fail(error)
+        for fetch in fetches:
+            fetch.fail(error)
+
+    def _is_alive(self) -> bool:
+        return self._error is None and all(thread.is_alive() for thread in self._threads)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closing:
+            raise ClosedError("the engine is closed: call infinity.initialize again")
+
+    def _ahead_of(self, index: int) -> list[int]:
+        """What to fetch ahead while `index` is used. Never past the end of the step: the update would make it stale."""
+        ahead = self._trace.visit(index, self._prefetch_units)
+        left = len(self._trace.order) - self._trace.position if self._trace.position else 0
+        return ahead[:left]
+
+    def _request(self, index: int) -> Fetch:
+        unit = self._units[index]
+        fetch = Fetch(index, unit.name, unit.layout.nbytes)
+        self._fetches[index] = fetch
+        self._queue.append(fetch)
+        return fetch
+
+    def _move(self) -> None:
+        while True:
+            with self._changed:
+                fetch = self._next()
+                while fetch is None and not self._closing:
+                    self._changed.wait(timeout=EVENT_POLL_S if self._retired and self._queue else None)
+                    fetch = self._next()
+                if fetch is None:
+                    return
+            self._begin(fetch)
+
+    def _next(self) -> Fetch | None:
+        """The next fetch that may begin, taken off the queue with its bytes; None when there is none or no room."""
+        self._reap()
+        fetch = next((fetch for fetch in self._queue if fetch.urgent), self._queue[0] if self._queue else None)
+        if fetch is None or self._error is not None:
+            return None
+        if not self._has_room(fetch) and not (fetch.urgent and self._make_room(fetch)):
+            return None
+        self._queue.remove(fetch)
+        self._used_bytes += fetch.nbytes
+        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+        self.peak_units = max(self.peak_units, len(self._fetches) - len(self._queue))
+        return fetch
+
+    def _has_room(self, fetch: Fetch) -> bool:
+        return self._used_bytes + fetch.nbytes <= self._budget_bytes
+
+    def _make_room(self, fetch: Fetch) -> bool:
+        """Give up what was fetched ahead, last asked first; then wait for buffers that the stream still reads."""
+        begun = [other for other in self._fetches.values() if not other.attached and other not in self._queue]
+        for other in reversed(begun):
+            if other.has_landed():
+                self._give_up(other)
+                if self._has_room(fetch):
+                    return True
+        while self._retired:
+            self._retired[0].event.synchronize()
+            self._reap()
+            if self._has_room(fetch):
+                return True
+        if not begun:
+            live = ", ".join(f"{f.name} {format_bytes(f.nbytes)}" for f in self._fetches.values() if f.attached and f is not fetch and f not in self._queue)
+            tier = Tier.HBM if self._cuda else Tier.CPU
+            fetch.fail(
+                CapacityError(
+                    f"unit {fetch.name!r} needs {format_bytes(fetch.nbytes)}, but the live units hold {format_bytes(self._used_bytes)} of the "
+                    f"{format_bytes(self._budget_bytes)} set aside for them ({live}). Raise budgets.{tier.value}, or name smaller units in units.classes."
+                )
+            )
+            self._queue.remove(fetch)
+            del self._fetches[fetch.index]
+        return False
+
+    def _reap(self) -> None:
+        while self._retired and self._retired[0].event.query():
+            self._used_bytes -= self._retired.popleft().nbytes
+
+    def _give_up(self, fetch: Fetch) -> None:
+        if self._fetches.get(fetch.index) is fetch:
+            del self._fetches[fetch.index]
+            if fetch.flats:
+                self._used_bytes -= fetch.nbytes
+
+    def _begin(self, fetch: Fetch) -> None:
+        """Allocate the unit's buffers and start every chunk towards them."""
+        unit = self._units[fetch.index]
+        fetch.flats = [self._allocate(flat.numel, flat.dtype) for flat in unit.layout.flats]
+        for f, flat in enumerate(fetch.flats):
+            for c, interval in enumerate(self._chunks[fetch.index][f]):
+                self._start(fetch, _param_key(fetch.index, f, c), _bytes_of(flat, interval))
+        fetch.started()
+
+    def _start(self, fetch: Fetch, key: ChunkKey, target: Tensor) -> None:
+        store, staging = self._movers.store, self._movers.staging
+        resident = store.resident(key)
+        fetch.expect(1)
+        if resident is not None:
+            fetch.started(self._movers.copies.upload(resident[: target.numel()], target))
+        elif staging is None:
+            fetch.started(store.fetch(key, target))
+        else:
+            buffer = staging.borrow(self._deadline_s)
+            self._uploads.put(_Upload(fetch, store.fetch(key, buffer), buffer, target))
+
+    def _upload(self) -> None:
+        """Uploader thread: reads arrive in the order in which they were started; each is sent on at once."""
+        staging = self._movers.staging
+        assert staging is not None or not self._cuda
+        before: tuple[Work, Tensor] | None = None
+        while True:
+            try:
+                item = self._uploads.get_nowait()
+            except queue.Empty:
+                if before is not None and staging is not None:
+                    _hand_back(before, staging, self._deadline_s)
+                    before = None
+                item = self._uploads.get()
+            if item is None:
+                return
+            item.read.wait(self._deadline_s)
+            upload = self._movers.copies.upload(item.staged[: item.target.numel()], item.target)
+            item.fetch.started(upload)
+            if before is not None and staging is not None:
+                _hand_back(before, staging, self._deadline_s)
+            before = (upload, item.staged)
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._cuda:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        return self._movers.slabs.take(numel * dtype.itemsize).view(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """A chunk that is being read into a staging buffer and goes on to `target`."""
+
+    fetch: Fetch
+    read: Work
+    staged: Tensor
+    target: Tensor
+
+
+def _hand_back(before: tuple[Work, Tensor], staging: Reserve, deadline_s: float) -> None:
+    """The upload that read this staging buffer is over: the next read may land in it."""
+    before[0].wait(deadline_s)
+    staging.give(before[1])
+
+
+def _param_key(unit: int, flat: int, chunk: int) -> ChunkKey:
+    return ChunkKey(unit=unit, flat=flat, group=Group.PARAM, chunk=chunk)
+
+
+def _bytes_of(flat: Tensor, interval: Interval) -> Tensor:
+    return flat[interval.start : interval.stop].view(torch.uint8)
+
+

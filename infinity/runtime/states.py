@@ -1,0 +1,185 @@
+"""Parameters and optimizer states by name, one chunk in memory at a time: adoption, checkpoints and reading go through here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity.kinds import OPTIMIZER_STATES, Group, State
+from infinity.runtime.units import Unit
+from infinity.sharding.layout import FlatLayout, Interval
+from infinity.sizes import SECTOR_BYTES, align_up
+from infinity.storage.chunks import ChunkKey
+from infinity.storage.slabs import SlabPool
+from infinity.storage.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedState:
+    """One state of one parameter: fp32 for masters and moments, the engine's dtype for PARAM; complex ones as real pairs."""
+
+    name: str
+    state: State
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class States:
+    """Elements of a named state, read from and written to wherever their chunks rest. Not thread-safe; the step must be over."""
+
+    def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, deadline_s: float) -> None:
+        self._units, self._store, self._deadline_s = units, store, deadline_s
+        self._chunks = {(unit.layout.index, f): flat.chunks(chunk_numel) for unit in units for f, flat in enumerate(unit.layout.flats)}
+        self._places = {slot.name: (unit.layout.index, f, flat, slot) for unit in units for f, flat in enumerate(unit.layout.flats) for slot in flat.slots}
+        self._windows = {group: _Window(store, slabs, deadline_s) for group in (Group.PARAM, Group.OPTIMIZER)}
+
+    def adopt(self, unit: Unit, values: Sequence[Tensor]) -> None:
+        """Fill a unit's chunks for the first time from full parameter values, one per parameter, in the unit's order; moments are zero."""
+        by_name = dict(zip(unit.names, values, strict=True))
+        for f, flat in enumerate(unit.layout.flats):
+            for c, interval in enumerate(self._chunks[unit.layout.index, f]):
+                self._adopt_chunk(unit.layout.index, f, c, flat, interval, by_name)
+
+    def _adopt_chunk(self, u: int, f: int, c: int, flat: FlatLayout, interval: Interval, by_name: dict[str, Tensor]) -> None:
+        param = self._windows[Group.PARAM]
+        param.open_empty(ChunkKey(unit=u, flat=f, group=Group.PARAM, chunk=c), len(interval) * flat.dtype.itemsize)
+        for source, run in self._sources(flat, interval, by_name):
+            param.elements(flat.dtype, 0, run).copy_(source)
+        param.close()
+        if flat.trainable:
+            states = self._windows[Group.OPTIMIZER]
+            states.open_empty(ChunkKey(unit=u, flat=f, group=Group.OPTIMIZER, chunk=c), len(interval) * 4 * len(OPTIMIZER_STATES))
+            for source, run in self._sources(flat, interval, by_name):
+                states.elements(torch.float32, 0, run).copy_(source)
+            states.close()
+
+    def _sources(self, flat: FlatLayout, interval: Interval, by_name: dict[str, Tensor]) -> Iterator[tuple[Tensor, Interval]]:
+        """For each parameter in the chunk: its values there, and where they go."""
+        for index, run in flat.pieces(interval):
+            slot = flat.slots[index]
+            values = _real(by_name[slot.name].detach()).reshape(-1)
+            start = interval.start + run.start - slot.start
+            yield values[start : start + len(run)], run
+
+    def tensors(self) -> list[NamedState]:
+        """What a checkpoint holds: masters and moments of what is trained, the parameter itself where it is frozen."""
+        found = []
+        for _, _, flat, slot in self._places.values():
+            shape = (*slot.shape, 2) if slot.is_complex else slot.shape
+            if flat.trainable:
+                found += [NamedState(name=slot.name, state=state, dtype=torch.float32, shape=shape) for state in OPTIMIZER_STATES]
+            else:
+                found.append(NamedState(name=slot.name, state=State.PARAM, dtype=flat.dtype, shape=shape))
+        return found
+
+    def read(self, name: str, state: State, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a named state, flat, on the CPU."""
+        dtype = self._dtype(name, state)
+        pieces = [self._view(name, state, piece).cpu().clone() for piece in self._cut(name, start, stop)]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
+
+    def write(self, name: str, state: State, start: int, values: Tensor) -> None:
+        """Put `values` (flat, CPU) at element `start` of a named state. A master brings its parameter along. `flush` ends it."""
+        at = 0
+        for piece in self._cut(name, start, start + values.numel()):
+            run = values[at : at + len(piece.inside)]
+            at += len(piece.inside)
+            self._view(name, state, piece, dirty=True).copy_(run)
+            if state is State.MASTER:
+                self._view(name, State.PARAM, piece, dirty=True).copy_(run)
+
+    def flush(self) -> None:
+        """Changed chunks go home."""
+        for window in self._windows.values():
+            window.close()
+
+    def _dtype(self, name: str, state: State) -> torch.dtype:
+        return self._places[name][2].dtype if state is State.PARAM else torch.float32
+
+    def _cut(self, name: str, start: int, stop: int) -> Iterator[_Piece]:
+        unit, f, _, slot = self._places[name]
+        wanted = Interval(slot.start + start, slot.start + stop)
+        for c, interval in enumerate(self._chunks[unit, f]):
+            inside = interval.overlap(wanted)
+            if len(inside):
+                yield _Piece(unit, f, c, interval, inside.shifted(-interval.start))
+
+    def _view(self, name: str, state: State, piece: _Piece, *, dirty: bool = False) -> Tensor:
+        flat = self._places[name][2]
+        if state is State.PARAM:
+            group, dtype, part_bytes = Group.PARAM, flat.dtype, 0
+            nbytes = len(piece.chunk) * flat.dtype.itemsize
+        else:
+            group, dtype, part_bytes = Group.OPTIMIZER, torch.float32, OPTIMIZER_STATES.index(state) * len(piece.chunk) * 4
+            nbytes = len(piece.chunk) * 4 * len(OPTIMIZER_STATES)
+        window = self._windows[group]
+        window.open(ChunkKey(unit=piece.unit, flat=piece.flat, group=group, chunk=piece.index), nbytes)
+        window.dirty |= dirty
+        return window.elements(dtype, part_bytes, piece.inside)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The part of a parameter that lies in one chunk."""
+
+    unit: int
+    flat: int
+    index: int
+    chunk: Interval
+    inside: Interval
+
+
+class _Window:
+    """One chunk in reach: the resident bytes themselves, or a buffer read from NVMe that goes back when it was changed."""
+
+    def __init__(self, store: Store, slabs: SlabPool, deadline_s: float) -> None:
+        self._store, self._slabs, self._deadline_s = store, slabs, deadline_s
+        self._key: ChunkKey | None = None
+        self._bytes: Tensor | None = None
+        self._buffer: Tensor | None = None
+        self.dirty = False
+
+    def open(self, key: ChunkKey, nbytes: int) -> None:
+        """Make the chunk's bytes available."""
+        if key != self._key:
+            self.close()
+            resident = self._store.resident(key)
+            self._bytes = self._room(nbytes) if resident is None else resident
+            if resident is None:
+                self._store.fetch(key, self._bytes).wait(self._deadline_s)
+            self._key = key
+
+    def open_empty(self, key: ChunkKey, nbytes: int) -> None:
+        """Make room for a chunk that has no content yet: zeros, to be written."""
+        self.close()
+        resident = self._store.resident(key)
+        self._bytes = self._room(nbytes) if resident is None else resident
+        self._bytes.zero_()
+        self._key, self.dirty = key, True
+
+    def elements(self, dtype: torch.dtype, part_bytes: int, run: Interval) -> Tensor:
+        """A run of elements of the tensor that begins `part_bytes` into the chunk."""
+        assert self._bytes is not None
+        start = part_bytes + run.start * dtype.itemsize
+        return self._bytes[start : start + len(run) * dtype.itemsize].view(dtype)
+
+    def close(self) -> None:
+        """Write a changed chunk back."""
+        if self._key is not None and self.dirty and self._bytes is not None and self._store.resident(self._key) is None:
+            self._store.write_back(self._key, self._bytes).wait(self._deadline_s)
+        self._key, self.dirty = None, False
+
+    def _room(self, nbytes: int) -> Tensor:
+        padded = align_up(nbytes, SECTOR_BYTES)
+        if self._buffer is None or self._buffer.numel() < padded:
+            self._buffer = None
+            self._buffer = self._slabs.take(padded)
+        return self._buffer[:padded]
+
+
+def _real(values: Tensor) -> Tensor:
+    return torch.view_as_real(values.resolve_conj().resolve_neg()) if values.is_complex() else values
+
