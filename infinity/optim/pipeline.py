@@ -104,7 +104,7 @@ class Pipeline:
 
     def begin(self, rules: Rules, grads: GradSet, grad_scale: float) -> None:
         """Take over a step's gradients. Chunks without a rule give theirs back at once."""
-        self._check()
+        self.check()
         assert self._step is None, "the last step was not finished"
         of_unit: dict[int, list[Chunk]] = {}
         for chunk in self._chunks:
@@ -148,6 +148,16 @@ class Pipeline:
             self._fail(step, error)
             raise
         self._step = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the states are those of one step: no step is under way, and none has failed."""
+        return self._step is None and self._failure is None
+
+    def check(self) -> None:
+        """Raise what a step has failed with."""
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Wait for what is under way. A step that was not finished stays half done."""
@@ -312,13 +322,9 @@ class Pipeline:
         return resident
 
     def _current(self) -> _Step:
-        self._check()
+        self.check()
         assert self._step is not None, "begin() was not called"
         return self._step
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def _fail(self, step: _Step, error: BaseException) -> None:
         """Tell every waiter, and wait until no device uses a buffer any more."""
