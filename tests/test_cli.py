@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from safetensors import safe_open
+from typer.testing import CliRunner
 
-pytest.importorskip("infinity.engine")
+from infinity.cli.main import app
+from infinity.config import load_config, write_commented
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,36 +36,38 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def infinity(*words: str, folder: Path, answer: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "infinity", *words], cwd=folder, input=answer, capture_output=True, text=True, timeout=280)
+def infinity(*words: str, answer: str = "") -> Result:
+    """The command in this process and this working directory."""
+    return CliRunner().invoke(app, words, input=answer, prog_name="infinity")
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
     """A working directory with the example in it and a drive beside it."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "gpt.py").write_text((ROOT / "examples" / "gpt.py").read_text(encoding="utf-8"), encoding="utf-8")
-    return tmp_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("gpt", None)
 
 
-def write_config(folder: Path, **changes: str) -> Path:
+def write_config(**changes: object) -> None:
     settings = {
         "device": "cpu",
-        "nvme.paths": '["disk"]',
+        "nvme.paths": ["disk"],
         "budgets.cpu": "64MiB",
         "placement.param": "nvme",
         "placement.optimizer": "nvme",
         "train.model": "gpt:build_toy",
         "train.data": "gpt:data",
-        "train.steps": "3",
-        "train.batch_size": "2",
-        "train.sequence_length": "32",
-        "train.log_every": "1",
+        "train.steps": 3,
+        "train.batch_size": 2,
+        "train.sequence_length": 32,
+        "train.log_every": 1,
     }
-    words = [word for key, value in (settings | changes).items() for word in ("--set", f"{key}={value}")]
-    done = infinity("init", "run.toml", *words, folder=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "run.toml"
+    words = [f"{key}={json.dumps(value)}" for key, value in (settings | changes).items()]
+    Path("run.toml").write_text(write_commented(load_config({}, words)), encoding="utf-8")
 
 
 def test_the_commands_of_the_readme_work_in_their_order(folder):
@@ -71,7 +77,7 @@ def test_the_commands_of_the_readme_work_in_their_order(folder):
     for line in lines:
         name, *words = shlex.split(line, comments=True)
         assert name == "infinity"
-        done = infinity(*words, folder=folder)
+        done = subprocess.run([sys.executable, "-m", name, *words], cwd=folder, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     assert (folder / "again" / "step-4").is_dir()
     assert (folder / "runs" / "step-5").is_dir()
@@ -86,9 +92,9 @@ def test_the_ten_lines_of_the_readme_work(folder):
 
 
 def test_a_run_reports_its_lanes_and_leaves_its_files(folder):
-    write_config(folder)
-    done = infinity("train", "run.toml", folder=folder)
-    assert done.returncode == 0, done.stderr
+    write_config()
+    done = infinity("train", "run.toml")
+    assert done.exit_code == 0, done.stderr
     assert re.search(r"^step 3  loss \d\.\d+ .* tokens/s .*nvme-read .* stalled \d+%$", done.stdout, flags=re.MULTILINE)
     assert "nvme-write" in done.stdout and "exposed" in done.stdout
     lines = [json.loads(line) for line in (folder / "runs" / "metrics.jsonl").read_text().splitlines()]
@@ -99,32 +105,49 @@ def test_a_run_reports_its_lanes_and_leaves_its_files(folder):
 
 
 def test_a_second_run_of_a_finished_one_says_how_to_go_on(folder):
-    write_config(folder)
-    infinity("train", "run.toml", folder=folder)
-    again = infinity("train", "run.toml", folder=folder)
-    assert again.returncode == 0, again.stderr
+    write_config()
+    infinity("train", "run.toml")
+    again = infinity("train", "run.toml")
+    assert again.exit_code == 0, again.stderr
     assert "already has all 3 steps" in again.stdout
 
 
-def losses(folder: Path, output: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+def test_ctrl_c_stops_after_the_step_with_everything_saved_and_closed(folder):
+    write_config(**{"train.steps": 100_000})
+    command = [sys.executable, "-m", "infinity", "train", "run.toml"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("step 2 "))
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    (checkpoint,) = (folder / "runs").glob("step-*")
+    assert f"saved in {checkpoint}. The same command goes on from there." in said
+    steps = int(checkpoint.name.removeprefix("step-"))
+    done = infinity("train", "run.toml", "--set", f"train.steps={steps + 1}")
+    assert done.exit_code == 0, done.stderr
+    assert f"going on from step {steps} of {steps + 1}" in done.stdout
+
+
+def losses(output: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines}
 
 
 def test_a_resumed_run_continues_to_the_digit(folder):
-    write_config(folder, **{"train.warmup_steps": "4"})  # so that a wrong learning rate would show
+    write_config(**{"train.warmup_steps": 4})  # so that a wrong learning rate would show
     for steps, output in ((4, "whole"), (2, "halves"), (4, "halves")):
         settings = (f"train.steps={steps}", f"train.output={output}", f"store.run={output}")
-        done = infinity("train", "run.toml", *[part for word in settings for part in ("--set", word)], folder=folder)
-        assert done.returncode == 0, done.stderr
-    assert losses(folder, "whole") == losses(folder, "halves")
+        done = infinity("train", "run.toml", *[part for word in settings for part in ("--set", word)])
+        assert done.exit_code == 0, done.stderr
+    assert losses("whole") == losses("halves")
 
 
 def test_exported_weights_are_plain_and_tied_ones_stand_once(folder):
-    write_config(folder)
-    infinity("train", "run.toml", folder=folder)
-    done = infinity("export", "runs/step-3", "weights", folder=folder)
-    assert done.returncode == 0, done.stderr
+    write_config()
+    infinity("train", "run.toml")
+    done = infinity("export", "runs/step-3", "weights")
+    assert done.exit_code == 0, done.stderr
     names: list[str] = []
     for path in sorted((folder / "weights").glob("*.safetensors")):
         with safe_open(path, framework="pt") as tensors:
@@ -135,9 +158,9 @@ def test_exported_weights_are_plain_and_tied_ones_stand_once(folder):
 
 
 def test_a_plan_builds_nothing(folder):
-    write_config(folder)
-    done = infinity("train", "run.toml", "--plan", folder=folder)
-    assert done.returncode == 0, done.stderr
+    write_config()
+    done = infinity("train", "run.toml", "--plan")
+    assert done.exit_code == 0, done.stderr
     assert "nvme" in done.stdout
     assert not list((folder / "disk").rglob("*.safetensors")) and not (folder / "runs").exists()
 
@@ -161,34 +184,34 @@ def test_a_plan_builds_nothing(folder):
     ],
 )
 def test_what_cannot_work_is_one_line_and_an_exit_code(folder, words, code, said):
-    write_config(folder)
-    done = infinity(*words, folder=folder)
-    assert done.returncode in ((1, 2) if code is None else (code,)), done.stderr
+    write_config()
+    done = infinity(*words)
+    assert done.exit_code in ((1, 2) if code is None else (code,)), done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_debug_shows_where_an_error_comes_from(folder):
-    done = infinity("train", "absent.toml", "--debug", folder=folder)
-    assert done.returncode != 0
+    done = infinity("train", "absent.toml", "--debug")
+    assert done.exit_code != 0
     assert "Traceback" in done.stderr and "ConfigError" in done.stderr
 
 
 def test_clean_asks_and_then_removes_only_the_run(folder):
-    write_config(folder)
-    infinity("train", "run.toml", folder=folder)
+    write_config()
+    infinity("train", "run.toml")
     (folder / "disk" / "mine.txt").write_text("keep")
     assert list((folder / "disk").rglob("*.safetensors"))
-    asked = infinity("clean", "run.toml", folder=folder, answer="n\n")
+    asked = infinity("clean", "run.toml", answer="n\n")
     assert "nothing was removed" in asked.stdout
     assert list((folder / "disk").rglob("*.safetensors"))
-    done = infinity("clean", "run.toml", "--yes", folder=folder)
-    assert done.returncode == 0, done.stderr
+    done = infinity("clean", "run.toml", "--yes")
+    assert done.exit_code == 0, done.stderr
     assert not list((folder / "disk").rglob("*.safetensors"))
     assert (folder / "disk" / "mine.txt").exists() and (folder / "runs" / "step-3").is_dir()
 
 
 def test_help_is_there_for_every_command(folder):
     for words in ([], ["train"], ["init"], ["export"], ["clean"]):
-        done = infinity(*words, "--help", folder=folder)
-        assert done.returncode == 0 and "Usage: infinity" in done.stdout
+        done = infinity(*words, "--help")
+        assert done.exit_code == 0 and "Usage: infinity" in done.stdout
