@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import zlib
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from infinity.kinds import Group, Tier
 from infinity.storage.chunks import ChunkKey, ChunkSpec, Part
+from infinity.storage.copies import Copies
+from infinity.storage.nvme import NvmePath
+from infinity.storage.slabs import SlabPool
 from infinity.storage.store import Store
 from infinity.storage.tiers import Pools
+from infinity.timeline import Timeline
 
 UNITS = ("h.0", "h.1", "h.2")
 
@@ -43,3 +52,35 @@ def contents(store: Store, spec: ChunkSpec, pools: Pools) -> torch.Tensor:
     buffer = pools.plain.take(spec.padded_nbytes)
     store.fetch(spec.key, buffer).wait()
     return buffer[: spec.nbytes].clone()
+
+
+SPECS = [make_spec(unit, chunk, 4096, tier) for unit in range(2) for chunk, tier in enumerate((Tier.NVME, Tier.NVME, Tier.CPU))]
+
+
+def live_until(disk: Path, instant: str, ready: Any = None) -> None:
+    """The life of a process that trains run "test" and is killed at `instant`."""
+    pools = Pools(pinned=SlabPool(pin=False, threads=1), plain=SlabPool(pin=False, threads=1))
+    store = Store(paths=[NvmePath(path=disk)], run="test", pools=pools, copies=Copies(torch.device("cpu"), Timeline()), timeline=Timeline())
+
+    def die(*_rest: object, **_more: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if store.reopen(SPECS, UNITS) is None:
+        store.build(SPECS, UNITS)
+    if instant == "built":
+        die()
+    if instant == "reading":
+        store.fetch(SPECS[0].key, pools.plain.take(SPECS[0].padded_nbytes)).wait()
+        die()
+    fill(store, SPECS, pools, seed=1)
+    if instant == "written":
+        die()
+    if instant == "waiting":
+        ready.set()
+        time.sleep(60)
+    if instant == "before sync":
+        store._nvme.sync = die  # type: ignore[method-assign]
+    if instant == "before manifest":
+        store._commit = die  # type: ignore[method-assign]
+    store.publish(9, {})
+    die()
