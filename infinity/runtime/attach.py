@@ -1,0 +1,117 @@
+"""A unit's parameters become views of its flat buffers while it is live, and placeholders again when it is released."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from infinity.errors import TraceError
+from infinity.runtime.flat_grads import FlatGrads
+from infinity.runtime.parameter import Seat, WakeUp
+from infinity.runtime.residency import Residency
+from infinity.runtime.units import Unit
+
+
+class AttachedUnit:
+    """A unit of a running model: live or at rest, and who needs it live."""
+
+    def __init__(self, unit: Unit, residency: Residency, device: torch.device, wake_up: WakeUp, guard: bool) -> None:
+        self.unit = unit
+        self.flats: list[Tensor] | None = None
+        """Full flat buffers while live, None at rest."""
+        self.users = 0
+        """Calls in progress that need the unit live; with none it is released when the next unit comes."""
+        self.in_use = False
+        """`users > 0`, and `caller` the module whose call was the first: what compiled code may guard on without recompiling."""
+        self.caller: nn.Module | None = None
+        self.grads = FlatGrads(unit, residency)
+        self.parents: frozenset[AttachedUnit] = frozenset()
+        """Units whose module contains this one's: in backward they stay live beside it."""
+        self.is_writable = False
+        """Values may be changed in place now; the release commits them."""
+        self.began_ns = 0
+        self._versions = 0
+        params = dict(zip(unit.names, unit.params, strict=True))
+        self.seats = [
+            Seat(slot.name, params[slot.name], f, s, flat, device, wake_up, guard)
+            for f, flat in enumerate(unit.layout.flats)
+            for s, slot in enumerate(flat.slots)
+        ]
+
+    def take_over(self) -> None:
+        """Put the placeholders in. Whoever built the units has the values by now."""
+        for seat in self.seats:
+            seat.param.__dict__["_infinity_seat"] = seat
+            seat.rest()
+
+    def use(self, caller: nn.Module) -> None:
+        """A call that needs the unit live has begun."""
+        self.users += 1
+        if self.users == 1:
+            self.in_use, self.caller = True, caller
+
+    def unuse(self) -> None:
+        """That call is over."""
+        self.users -= 1
+        if self.users == 0:
+            self.in_use, self.caller = False, None
+
+    def rise(self, flats: Sequence[Tensor]) -> None:
+        """Make every parameter a view of `flats`, one 1-D tensor per flat of the layout."""
+        self.flats = list(flats)
+        for seat in self.seats:
+            seat.rise(self.flats[seat.flat_index])
+        self._versions = self._count_versions()
+
+    def check_trainable(self) -> None:
+        """Raise TraceError when requires_grad was changed under the engine."""
+        for seat in self.seats:
+            if seat.param.requires_grad is not seat.trainable:
+                was = "trainable" if seat.trainable else "frozen"
+                raise TraceError(
+                    f"requires_grad of {seat.name!r} is now {seat.param.requires_grad}, but it was {was} when the engine laid out its files. "
+                    "Set it back, or freeze and thaw before infinity.initialize"
+                )
+
+    def show(self) -> None:
+        """Live parameters are in the user's hands: values can be read and changed, held gradients still raise."""
+        for seat in self.seats:
+            seat.show()
+
+    def absorb(self) -> None:
+        """What the user put in a parameter's place (`p.data = values`) goes into the flat buffer. Raises TraceError for another shape."""
+        assert self.flats is not None
+        for seat in self.seats:
+            seat.absorb(self.flats[seat.flat_index])
+
+    def is_modified(self) -> bool:
+        """Whether a live parameter was written to in place, as far as torch counts it (not through `.data`)."""
+        return self._count_versions() != self._versions
+
+    def modified(self) -> TraceError:
+        """What a write to a live parameter during forward or backward leads to: its release would lose it."""
+        names = ", ".join(self.unit.names[:4]) + (", ..." if len(self.unit.names) > 4 else "")
+        return TraceError(
+            f"a parameter of unit {self.unit.name!r} ({names}) was changed in place during forward or backward, and the change is lost. "
+            "Change values under `with engine.gathered(module):`, or keep what the forward updates in a buffer"
+        )
+
+    def rest(self) -> None:
+        """Drop the flat buffers; every parameter is a placeholder again."""
+        self.flats = None
+        for seat in self.seats:
+            seat.param.__class__ = seat.plain_class
+            seat.rest()
+
+    def leave(self, flats: Sequence[Tensor], device: torch.device) -> None:
+        """Give every parameter values of its own on `device`, and its own class: the engine is done with it."""
+        self.flats = None
+        for seat in self.seats:
+            seat.param.__class__ = seat.plain_class
+            seat.param.data = seat.view(flats[seat.flat_index]).to(device, copy=True)
+            del seat.param.__dict__["_infinity_seat"]
+
+    def _count_versions(self) -> int:
+        return sum(seat.param._version for seat in self.seats)

@@ -1,0 +1,118 @@
+"""The units that are live now: fetched when somebody needs them, released when the next one comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from infinity.kinds import Lane
+from infinity.runtime.attach import AttachedUnit
+from infinity.runtime.parameter import Seat, WakeUp
+from infinity.runtime.residency import Residency
+from infinity.runtime.saved import LiveStorages
+from infinity.runtime.units import Unit
+from infinity.timeline import Timeline
+
+
+def graph_task() -> int:
+    """The backward pass that this thread is in, -1 outside of any."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
+class LiveUnits:
+    """All units of a model, and which of them are live. Used by one thread at a time, the training thread or autograd's."""
+
+    def __init__(
+        self, units: Sequence[Unit], residency: Residency, device: torch.device, wake_up: WakeUp, *, guard: bool, timeline: Timeline | None
+    ) -> None:
+        self.units = [AttachedUnit(unit, residency, device, wake_up, guard) for unit in units]
+        self.residency, self.device = residency, device
+        self.storages = LiveStorages()
+        self._live: dict[AttachedUnit, None] = {}
+        self._timeline = timeline
+        self._link_parents()
+
+    def _link_parents(self) -> None:
+        for unit in self.units:
+            inside = set(unit.unit.module.modules())
+            for other in self.units:
+                if other is not unit and other.unit.module in inside and not unit.unit.is_root:
+                    other.parents |= {unit}
+
+    def take_over(self) -> None:
+        """Every parameter becomes a placeholder."""
+        for unit in self.units:
+            unit.take_over()
+
+    def fetch(self, unit: AttachedUnit) -> list[Tensor]:
+        """Make a unit live; in return release those that nobody needs any more. Raises TraceError when requires_grad was changed."""
+        if unit.flats is None:
+            self.release_idle(beside=unit)
+            unit.check_trainable()
+            with torch.inference_mode(False), torch.no_grad():
+                unit.rise(self.residency.fetch(unit.unit))
+            self._live[unit] = None
+            self.storages.add(unit)
+            if self._timeline is not None and graph_task() != -1:
+                unit.began_ns = time.monotonic_ns()
+        assert unit.flats is not None
+        return unit.flats
+
+    def release_idle(self, beside: AttachedUnit | None = None) -> None:
+        """Release what no call in progress needs; `beside` a unit that comes, all but the root and the units around it."""
+        for unit in list(self._live):
+            stays = beside is not None and (unit.unit.is_root or unit in beside.parents)
+            if unit.users == 0 and not stays:
+                self.release(unit)
+
+    def release(self, unit: AttachedUnit) -> None:
+        """A unit is at rest again: new values are committed, gradients that have arrived go down.
+
+        Raises TraceError, after the release, when a parameter was written to in place where that is not allowed.
+        """
+        flats = unit.flats
+        assert flats is not None
+        del self._live[unit]
+        self.storages.remove(unit)
+        is_modified, is_writable, unit.is_writable = unit.is_modified(), unit.is_writable, False
+        with torch.inference_mode(False), torch.no_grad():
+            unit.rest()
+            if is_writable:
+                self.residency.commit(unit.unit, flats)
+                unit.unit.version += is_modified
+            del flats
+            self.residency.release(unit.unit)
+            unit.grads.hand_down()
+        if self._timeline is not None and unit.began_ns:
+            self._timeline.record(Lane.GPU, f"{unit.unit.name} backward", unit.began_ns, time.monotonic_ns())
+            unit.began_ns = 0
+        if is_modified and not is_writable:
+            raise unit.modified()
+
+    def hand_down(self) -> None:
+        """Backward is over: every gradient that has arrived goes down."""
+        with torch.no_grad():
+            for unit in self.units:
+                unit.grads.hand_down()
+
+    def with_params(self, params: Iterable[nn.Parameter]) -> list[AttachedUnit]:
+        """The units that own any of `params`."""
+        wanted = set(params)
+        return [unit for unit in self.units if wanted.intersection(unit.unit.params)]
+
+    def wake(self, seats: Sequence[Seat]) -> None:
+        """Make the units of these parameters live."""
+        for unit in self.with_params(seat.param for seat in seats):
+            self.fetch(unit)
+
+    def leave(self, device: torch.device) -> None:
+        """Unit by unit, give the parameters values of their own on `device`. No unit is live."""
+        for unit in self.units:
+            with torch.no_grad():
+                unit.leave(self.residency.fetch(unit.unit), device)
+                self.residency.release(unit.unit)
+            unit.unit.version += 1
