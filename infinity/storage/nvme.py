@@ -146,17 +146,18 @@ class NvmeTier:
         with ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(ShardFile.sync, written))
 
-    def remove_unused(self) -> None:
-        """Remove files that hold no chunk any more."""
-        used = {slot.file for slot in self._slots.values()}
-        for file in [file for file in self._files.values() if file not in used]:
-            self._remove(file)
-
     def remove(self, keys: Iterable[ChunkKey]) -> None:
         """Forget chunks, and remove the files that held nothing else."""
-        for key in keys:
-            self._slots.pop(key, None)
-        self.remove_unused()
+        dropped = {self._slots.pop(key).file for key in keys if key in self._slots}
+        self._remove_unused(dropped)
+
+    def remove_unused(self) -> None:
+        """Remove files that hold no chunk any more. Only after a publish: before it the manifest on disk may name them."""
+        self._remove_unused(set(self._files.values()))
+
+    def _remove_unused(self, files: set[ShardFile]) -> None:
+        for file in files - {slot.file for slot in self._slots.values()}:
+            self._remove(file)
 
     def quiesce(self) -> None:
         """No request is under way when this returns, except what missed its deadline."""
