@@ -15,7 +15,7 @@ from rich.table import Table
 
 from infinity.kinds import Lane
 from infinity.sizes import format_bytes, format_rate
-from infinity.timeline import LaneSummary, Timeline
+from infinity.timeline import COMPUTE_LANES, LaneSummary, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,17 +130,17 @@ def format_line(reports: list[StepReport]) -> str:
 def overlap_table(summaries: list[LaneSummary], seconds: float) -> Table:
     """Per lane: how long it was busy, how much of that lay under compute, how long the training thread waited for it."""
     table = Table(title=f"lanes over the last {seconds:.1f} s", title_justify="left")
-    for heading in ("lane", "busy s", "hidden s", "hidden", "exposed s", "moved", "while busy"):
+    for heading in ("lane", "busy s", "hidden s", "hidden", "exposed s", "moved", "rate"):
         table.add_column(heading, justify="left" if heading == "lane" else "right", no_wrap=True)
     for lane in summaries:
-        is_motion = bool(lane.nbytes)
+        is_motion = lane.lane not in COMPUTE_LANES
         table.add_row(
             lane.lane.value,
             f"{lane.busy_s:.2f}",
             f"{lane.hidden_s:.2f}" if is_motion else "",
             f"{lane.hidden_s / lane.busy_s:.0%}" if is_motion and lane.busy_s else "",
             f"{lane.exposed_s:.2f}",
-            format_bytes(lane.nbytes) if is_motion else "",
-            format_rate(lane.rate) if is_motion else "",
+            format_bytes(lane.nbytes) if lane.nbytes else "",
+            format_rate(lane.rate) if lane.nbytes else "",
         )
     return table
