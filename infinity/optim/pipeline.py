@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from infinity.errors import ClosedError, InfinityError
+from infinity.errors import ClosedError, MoverError
 from infinity.kinds import OPTIMIZER_STATES, Group, Lane
 from infinity.native import AdamSegment
 from infinity.optim.adamw import Kernel
@@ -88,7 +88,7 @@ class Pipeline:
         self._staging = Staging(self._chunks, store, pools=pools, device=device, count=buffers)
         self._step: _Step | None = None
         self._updated: dict[int, Promise] = {}
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     @property
     def staging_bytes(self) -> tuple[int, int]:
@@ -328,16 +328,25 @@ class Pipeline:
 
     def _fail(self, step: _Step, error: BaseException) -> None:
         """Tell every waiter, and wait until no device uses a buffer any more."""
-        self._failure = error
+        self._failure = failure = _lasting(error)
         self._step = None
         for promise in self._updated.values():
-            promise.fail(error)
-        step.grads.fail(error)
+            promise.fail(failure)
+        step.grads.fail(failure)
         for settle in (join(hand.arrived for hand in step.hands).wait, self._staging.drain):
             try:
                 settle()
-            except InfinityError:
+            except Exception:
                 pass  # the first error is the one to tell
+
+
+def _lasting(error: BaseException) -> Exception:
+    """What later calls raise: the error itself, or, after an interrupt, why they cannot go on."""
+    if isinstance(error, Exception):
+        return error
+    failure = MoverError(f"an optimizer step was interrupted by {type(error).__name__}: states are a mix of two steps. Load a checkpoint")
+    failure.__cause__ = error
+    return failure
 
 
 def _gaps(runs: Sequence[AdamSegment], numel: int) -> Iterator[slice]:

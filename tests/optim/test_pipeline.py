@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from optim.fakes import ClockKernel, ClockStore, FailedWork, FakeClock, MemoryStore
 from optim.rig import CPU, SHAPES, everywhere, file_store, memory_store, mixed, random_grads, rig, sizes_of, slabs, units_of
 
-from infinity.errors import StorageError
+from infinity.errors import MoverError, StorageError
 from infinity.kinds import Group, Lane, State, Tier
 from infinity.optim.chunks import Rule, trainable_chunks
 from infinity.optim.grads import GradSet
@@ -189,6 +192,21 @@ def test_a_failed_write_in_the_middle_of_a_step_is_typed_final_and_leaves_no_thr
     assert set(threading.enumerate()) == before
 
 
+def test_an_interrupted_step_is_final_too():
+    class Impatient:
+        def update(self, *_):
+            raise KeyboardInterrupt
+
+    with rig(everywhere(Tier.NVME)) as r:
+        r.pipeline._cpu_kernel = Impatient()
+        r.backward(random_grads(SHAPES, torch.float32, 0))
+        optimizer = r.optimizer()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        with pytest.raises(MoverError, match="interrupted by KeyboardInterrupt"):
+            r.pipeline.check()
+
+
 def test_the_timeline_names_what_the_step_did():
     with rig(everywhere(Tier.NVME)) as r:
         r.backward(random_grads(SHAPES, torch.float32, 0))
@@ -206,3 +224,53 @@ def test_staging_is_counted_to_the_byte():
         assert r.grads.staging_bytes == 3 * 2048 * 2
     with rig(lambda chunk, group: Tier.HBM if group is Group.OPTIMIZER else Tier.CPU) as r:
         assert r.pipeline.staging_bytes == (0, 3 * 2048 * (4 + 4))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1 << 30), buffers=st.integers(3, 6))
+def test_any_placement_of_any_chunk_computes_the_same(seed: int, buffers: int):
+    """States in CPU memory or on NVMe, the rest anywhere."""
+    tiers = random.Random(seed)
+    homes: dict[object, Tier] = {}
+
+    def anywhere(chunk, group):
+        choices = (Tier.CPU, Tier.NVME) if group is Group.OPTIMIZER else tuple(Tier)
+        return homes.setdefault(chunk.key(group), tiers.choice(choices))
+
+    missing = tiers.sample([name for unit in SHAPES for name in unit], 4)
+
+    def run(place, buffers):
+        with rig(place, dtype=torch.bfloat16, grad_dtype=torch.float32, buffers=buffers) as r:
+            optimizer = r.optimizer(lr=1e-2, max_grad_norm=1.0)
+            for step in range(2):
+                r.backward(random_grads(SHAPES, torch.bfloat16, step, missing if step else []))
+                optimizer.step()
+            return r.values(State.MASTER), r.values(State.PARAM)
+
+    for got, expected in zip(run(anywhere, buffers), run(everywhere(Tier.CPU), 3), strict=True):
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_the_next_backward_may_run_under_the_step(tier: Tier):
+    """The step on a thread, as an update that hides behind the next forward will be."""
+    grads = [random_grads(SHAPES, torch.float32, seed) for seed in range(4)]
+
+    def run(in_background: bool) -> dict[str, torch.Tensor]:
+        with rig(everywhere(tier)) as r:
+            updating = threading.Thread()
+            updating.start()
+            for step, arriving in enumerate(grads):
+                r.backward(arriving)
+                updating.join(20)
+                taken = r.grads.take()
+                rules = {key: {slot: RULE._replace(step=step + 1) for slot in slots} for key, slots in taken.present.items()}
+                updating = threading.Thread(target=r.pipeline.step, args=(rules, taken, 1.0))
+                updating.start()
+                if not in_background:
+                    updating.join(20)
+            updating.join(20)
+            return r.values(State.MASTER)
+
+    behind, after = run(in_background=True), run(in_background=False)
+    assert all(torch.equal(behind[name], value) for name, value in after.items())
