@@ -1,0 +1,117 @@
+"""A directory or file that appears under its name complete and durable, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infinity.errors import CheckpointError, StorageError
+from infinity.sizes import format_bytes
+
+_LOCK = ".lock"
+
+
+@contextmanager
+def staged_directory(target: Path, nbytes: int) -> Iterator[Path]:
+    """Yield an empty folder beside `target`, and rename it to `target` when the block ends well; on an exception remove it.
+
+    What a killed process left there is removed first. `nbytes` is what will be written. Raises CheckpointError when `target`
+    is taken or another process is writing it, StorageError when the disk has no room.
+    """
+    with _workplace(target, nbytes) as folder:
+        yield folder
+        _sync(folder)
+        os.rename(folder, target)  # the lock is still held: nobody else can empty the folder before it has its name
+        (target / _LOCK).unlink()
+        _sync(target)
+        _sync(target.parent)
+
+
+@contextmanager
+def staged_file(target: Path, nbytes: int) -> Iterator[Path]:
+    """The same for a single file: yield the path to write, which is linked to `target` when the block ends well."""
+    with _workplace(target, nbytes) as folder:
+        yield folder / target.name
+        os.link(folder / target.name, target)
+        _sync(target.parent)
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _workplace(target: Path, nbytes: int) -> Iterator[Path]:
+    folder = target.with_name(f"{target.name}.tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder, target)
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, str(folder)) from error
+    try:
+        _check_free(target)
+        _empty(folder)
+        check_room(folder, nbytes)
+        yield folder
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(error.errno or errno.EIO, str(target), 0, nbytes) from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: Path, target: Path) -> int:
+    """An exclusive lock on the folder, which dies with the process."""
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK)):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(lock)
+    raise CheckpointError(f"{target}: another process is writing it now: give each process its own directory")
+
+
+def _check_free(target: Path) -> None:
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} exists, and nothing is ever overwritten: choose another name, or remove it first")
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.name != _LOCK:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Raises StorageError (ENOSPC) with needed and free bytes when the file system of `folder` cannot take `nbytes` more."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        hint = f"Needed {nbytes} bytes ({format_bytes(nbytes)}), free {free} ({format_bytes(free)}): free some, or choose another disk"
+        raise StorageError(errno.ENOSPC, str(folder), 0, nbytes, hint)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file, on the disk when this returns."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
