@@ -9,6 +9,8 @@ from hypothesis import settings
 settings.register_profile("infinity", deadline=None)
 settings.load_profile("infinity")
 
+torch.set_num_threads(1)  # the models are tiny: more threads wait for each other longer than they compute
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
