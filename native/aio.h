@@ -9,6 +9,7 @@
 
 #include <pthread.h>
 #include <stdbool.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "aio_backend.h"
@@ -92,6 +93,14 @@ struct inf_aio {
 	pthread_t watchdog;
 	struct lane lanes[2];
 };
+
+static inline int64_t inf_now_ns(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (int64_t) now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
 /* aio.c, mutex held */
 void inf_request_fail(struct inf_request *request, int error, int64_t offset);

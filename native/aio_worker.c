@@ -310,6 +310,19 @@ static void add_helpers(struct worker *worker)
 		;
 }
 
+/* Takes the kernel some milliseconds, so each worker sees to its own. Mutex held on both sides, not during it. */
+static void destroy_context(struct worker *worker)
+{
+	aio_context_t context = worker->context;
+
+	worker->context = 0;
+	if (!context)
+		return;
+	pthread_mutex_unlock(&worker->aio->mutex);
+	worker->setup_by->destroy(context);
+	pthread_mutex_lock(&worker->aio->mutex);
+}
+
 static void *worker_main(void *argument)
 {
 	struct worker *worker = argument;
@@ -323,6 +336,8 @@ static void *worker_main(void *argument)
 			add_helpers(worker);    /* it began with a context: the fallback has just been taken */
 		run_synchronously(worker);
 	}
+	if (!worker->abandoned)
+		destroy_context(worker);
 	worker->exited = true;
 	pthread_cond_broadcast(&aio->quiet);
 	pthread_mutex_unlock(&aio->mutex);

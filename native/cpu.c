@@ -3,7 +3,6 @@
 
 #include <pthread.h>
 #include <stdbool.h>
-#include <time.h>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -77,12 +76,4 @@ const struct inf_kernels *inf_kernels_for(int isa)
 		return &inf_avx2;
 #endif
 	return &inf_plain;
-}
-
-int64_t inf_now_ns(void)
-{
-	struct timespec now;
-
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (int64_t) now.tv_sec * 1000000000 + now.tv_nsec;
 }

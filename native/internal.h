@@ -14,8 +14,6 @@ static inline size_t inf_type_bytes(int type)
 	return type == INF_F32 ? 4 : type == INF_NONE ? 0 : 2;
 }
 
-int64_t inf_now_ns(void);
-
 /* ---- pool.c ---- */
 
 typedef void inf_task(void *context, int64_t begin, int64_t end);
