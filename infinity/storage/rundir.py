@@ -49,17 +49,19 @@ class PathMark:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StorageError(errno.EINVAL, str(directory / f"path.r{rank}.json"), hint=f"Not a path mark of a run: {error!r}") from error
 
+    @classmethod
+    def renew(cls, directory: Path, rank: int, manifest_directory: Path) -> PathMark:
+        """The directory's mark, its id unchanged, pointing to `manifest_directory`; not saved."""
+        known = cls.load(directory, rank)
+        return cls(id=known.id if known else uuid.uuid4().hex, manifest_directory=str(manifest_directory))
+
     def save(self, directory: Path, rank: int) -> None:
-        save_text(directory / f"path.r{rank}.json", json.dumps({"id": self.id, "manifest_directory": self.manifest_directory}))
+        if self != self.load(directory, rank):
+            save_text(directory / f"path.r{rank}.json", json.dumps({"id": self.id, "manifest_directory": self.manifest_directory}))
 
-
-def mark_path(directory: Path, rank: int, manifest_directory: Path) -> PathMark:
-    """Point a directory to the run's manifest; its id stays what it was."""
-    known = PathMark.load(directory, rank)
-    mark = PathMark(id=known.id if known else uuid.uuid4().hex, manifest_directory=str(manifest_directory))
-    if mark != known:
-        mark.save(directory, rank)
-    return mark
+    @staticmethod
+    def remove(directory: Path, rank: int) -> None:
+        (directory / f"path.r{rank}.json").unlink(missing_ok=True)
 
 
 def find_manifest(directories: Iterable[Path], rank: int) -> tuple[Manifest, Path] | None:

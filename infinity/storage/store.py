@@ -18,11 +18,11 @@ from infinity.kinds import Group, Tier
 from infinity.storage.chunks import ChunkKey, ChunkSpec, Part
 from infinity.storage.copies import Copies
 from infinity.storage.lock import RunLock
-from infinity.storage.manifest import Manifest, sync_directory
+from infinity.storage.manifest import Manifest, manifest_name, sync_directory
 from infinity.storage.nvme import AioOptions, NvmePath, NvmeTier
 from infinity.storage.probe import HOME, check_path
 from infinity.storage.publish import load_resident, make_manifest, save_resident
-from infinity.storage.rundir import find_manifest, mark_path, run_directory, shard_files
+from infinity.storage.rundir import PathMark, find_manifest, run_directory, shard_files
 from infinity.storage.tiers import ChunkTier, MemoryTier, Pools
 from infinity.storage.work import Work, join
 from infinity.timeline import Timeline
@@ -172,11 +172,12 @@ class Store:
         """
         if not self._paths:
             raise ConfigError("nvme.paths is empty: a run without a path cannot be published. Name a directory, or save a checkpoint")
+        extra = json.loads(json.dumps(extra))
         self.wait_for_writes()
         resident = self._resident_specs()
+        self._nvme.allocate((spec for spec in resident if not self._nvme.holds(spec.key)), label="resident")
         if resident:
             self._mark_dirty()
-        self._nvme.allocate((spec for spec in resident if not self._nvme.holds(spec.key)), label="resident")
         save_resident(resident, self._memory, self._nvme, self._pools, self._crcs)
         self._nvme.sync()
         self._commit(step, extra)
@@ -233,8 +234,9 @@ class Store:
 
     def _open_published(self, manifest: Manifest) -> None:
         """Open the manifest's files where their paths are now: a path is known by its mark, not by its name."""
-        known = {mark_path(directory, self._rank, self._manifest_place or directory).id: directory for directory in self._directories}
-        if len(known) < len(self._directories):
+        marks = [(PathMark.load(directory, self._rank), directory) for directory in self._directories]
+        known = {mark.id: directory for mark, directory in marks if mark is not None}
+        if len(known) < sum(mark is not None for mark, _ in marks):
             raise ConfigError(f"nvme.paths: two of the paths hold copies of the same part of run {self._run!r}. Name only one of them")
         homes = [known.get(path.id, Path(path.directory)) for path in manifest.paths]
         chunks: dict[int, list[tuple[ChunkSpec, int]]] = {index: [] for index in range(len(manifest.files))}
@@ -313,18 +315,17 @@ class Store:
                 self._manifest = dirty
 
     def _commit(self, step: int, extra: Mapping[str, Any]) -> None:
-        """The manifest goes to the first path; then nothing points to older ones, and files that it does not name go."""
+        """The manifest goes to the first path; then the marks point to it; then what it does not name is removed."""
         place = self._directories[0]
         for directory in self._directories:
             sync_directory(directory)
-        marks = {directory: mark_path(directory, self._rank, place) for directory in self._directories}
-        old, old_place = self._manifest, self._manifest_place
-        self._manifest = make_manifest(
+        marks = {directory: PathMark.renew(directory, self._rank, place) for directory in self._directories}
+        manifest = make_manifest(
             run=self._run,
             rank=self._rank,
-            serial=old.serial + 1 if old else 1,
+            serial=self._manifest.serial + 1 if self._manifest else 1,
             step=step,
-            extra=json.loads(json.dumps(extra)),
+            extra=extra,
             fingerprint=fingerprint(self._specs.values()),
             identity=self._identity,
             units=self._units,
@@ -333,12 +334,16 @@ class Store:
             specs=self._specs,
             crcs=self._crcs,
         )
-        self._manifest_place = place
-        path = self._manifest.save(place)
-        if old_place not in (None, place):
-            assert old_place is not None
-            (old_place / path.name).unlink(missing_ok=True)
+        manifest.save(place)
+        for directory, mark in marks.items():
+            mark.save(directory, self._rank)
+        if self._manifest_place not in (None, place):
+            assert self._manifest_place is not None
+            (self._manifest_place / manifest_name(self._rank)).unlink(missing_ok=True)
+        self._manifest, self._manifest_place = manifest, place
         self._nvme.remove_unused()
+        for dropped in self._locks.keys() - set(self._directories):
+            PathMark.remove(dropped, self._rank)
 
 
 def fingerprint(specs: Iterable[ChunkSpec]) -> str:
