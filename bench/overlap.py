@@ -107,7 +107,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(contenders: dict[str, Any], batch: dict[str, torch.Tensor], device: torch.device, rounds: int, warmup: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    contenders: dict[str, Any], batch: dict[str, torch.Tensor], device: torch.device, rounds: int, warmup: int
+) -> dict[str, dict[str, list[float]]]:
     """Per contender: seconds of forward + backward alone, of whole steps, and the losses of the whole steps."""
     found: dict[str, dict[str, list[float]]] = {name: {"forward_backward": [], "step": [], "loss": []} for name in contenders}
     for round_ in range(rounds + warmup):
@@ -133,7 +135,10 @@ def report(found: dict[str, dict[str, list[float]]]) -> None:
         base = statistics.median(found["torch"][what])
         for name, times in found.items():
             middle = statistics.median(times[what])
-            print(f"{what:17s} {name:6s} {middle:8.4f} s [{min(times[what]):.4f}..{max(times[what]):.4f}] n={len(times[what])}  {middle / base:.3f} of torch", flush=True)
+            print(
+                f"{what:17s} {name:6s} {middle:8.4f} s [{min(times[what]):.4f}..{max(times[what]):.4f}] n={len(times[what])}  {middle / base:.3f} of torch",
+                flush=True,
+            )
     for name, times in found.items():
         print(f"losses {name:6s} " + " ".join(f"{loss:.4f}" for loss in times["loss"]), flush=True)
 

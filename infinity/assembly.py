@@ -86,7 +86,9 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         cast = make_cast(config, module)
         units = _units_of(module, config, cast)
         plan = plan_units(units, config, hardware, paths, before)
-        pools = Pools(pinned=SlabPool(pin=device.type == "cuda", threads=min(8, hardware.cores)), plain=SlabPool(pin=False, threads=min(8, hardware.cores)))
+        pools = Pools(
+            pinned=SlabPool(pin=device.type == "cuda", threads=min(8, hardware.cores)), plain=SlabPool(pin=False, threads=min(8, hardware.cores))
+        )
         closers.callback(pools.pinned.close)
         closers.callback(pools.plain.close)
         copies = Copies(device, timeline)
@@ -94,7 +96,13 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         if from_checkpoint:
             discard([path.path for path in paths], config.store.run)
         store = Store(
-            paths=paths, run=config.store.run, pools=pools, copies=copies, timeline=timeline, aio=_aio_options(config), identity=_identity(config, units)
+            paths=paths,
+            run=config.store.run,
+            pools=pools,
+            copies=copies,
+            timeline=timeline,
+            aio=_aio_options(config),
+            identity=_identity(config, units),
         )
         closers.callback(store.close)
         resumed = _open_store(store, plan, units, config)
@@ -136,7 +144,13 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             weight_decay=config.optimizer.weight_decay,
         )
         movers = Movers(
-            store=store, copies=copies, slabs=pools.pinned, staging=_staging(plan, pools), grads=grads, clock=ComputeClock(timeline, device)
+            store=store,
+            copies=copies,
+            slabs=pools.pinned,
+            staging=_staging(plan, pools),
+            grads=grads,
+            states=states,
+            clock=ComputeClock(timeline, device),
         )
         live_bytes = next(item.nbytes for item in plan.working if item.name == "live units")
         scheduler = Scheduler(
@@ -217,7 +231,9 @@ def make_cast(config: Config, model: nn.Module) -> Cast:
 def _units_of(model: nn.Module, config: Config, cast: Cast) -> list[Unit]:
     for name, param in model.named_parameters():
         if param.requires_grad and param.dtype not in (*_DTYPES.values(), torch.complex64):
-            raise ConfigError(f"parameter {name!r} is trained in {param.dtype}: the engine trains fp32, bf16, fp16 and complex64. Convert it, or freeze it")
+            raise ConfigError(
+                f"parameter {name!r} is trained in {param.dtype}: the engine trains fp32, bf16, fp16 and complex64. Convert it, or freeze it"
+            )
     units = make_units(find_units(model, threshold_numel=config.units.threshold, classes=config.units.classes, cast=cast), cast=cast)
     if not units:
         raise ConfigError("the model has no parameters: there is nothing to train")
@@ -240,12 +256,20 @@ def plan_units(units: Sequence[Unit], config: Config, hardware: Hardware, paths:
     root = next((unit.index for unit in units if unit.is_root), None)
     rates = Rates(upload=hardware.upload_rate, adam=hardware.adam_rate)
     plan = make_plan(
-        [unit.layout for unit in units], wish, hardware.device, hbm_free=hardware.hbm_free, cpu_available=hardware.cpu_available, rates=rates, root=root
+        [unit.layout for unit in units],
+        wish,
+        hardware.device,
+        hbm_free=hardware.hbm_free,
+        cpu_available=hardware.cpu_available,
+        rates=rates,
+        root=root,
     )
     if plan.resting(Tier.NVME):
         if not paths:
             needed = plan.resting(Tier.NVME)
-            raise ConfigError(f"nvme.paths is empty, but {needed} bytes of state do not fit in budgets.cpu and budgets.hbm. Name a directory on a disk there")
+            raise ConfigError(
+                f"nvme.paths is empty, but {needed} bytes of state do not fit in budgets.cpu and budgets.hbm. Name a directory on a disk there"
+            )
         measured = [probe.rates(path.path) for path in paths]
         rates = replace(rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
     return replace(plan, rates=rates, baseline=before)
@@ -294,7 +318,9 @@ def _open_store(store: Store, plan: Plan, units: Sequence[Unit], config: Config)
     resumed = store.reopen(plan.specs, names) if config.nvme.paths and config.store.resume != "never" else None
     if resumed is None:
         if config.store.resume == "must":
-            raise ConfigError(f'store.resume = "must", but run {config.store.run!r} has never been published on these paths. Set it to "auto" to start it')
+            raise ConfigError(
+                f'store.resume = "must", but run {config.store.run!r} has never been published on these paths. Set it to "auto" to start it'
+            )
         store.build(plan.specs, names)
     return resumed
 

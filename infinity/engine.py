@@ -117,8 +117,16 @@ class Engine:
         """
         self._check_open()
         self._parts.pipeline.check()
-        extra = {"run": self._state.capture(), "precision": self._parts.config.precision.dtype, "tied": self._tied_names()}
-        checkpoint.save(Path(directory), self._parts.states, extra, step=self.global_step)
+        dtypes = {slot.name: flat.dtype for unit in self._parts.units for flat in unit.layout.flats for slot in flat.slots}
+        checkpoint.save(
+            Path(directory),
+            self._parts.states,
+            {"run": self._state.capture()},
+            step=self.global_step,
+            dtypes=dtypes,
+            aliases=self._tied_names(),
+            buffers=self._persistent_buffers(),
+        )
         return COMPLETED
 
     def load(self, directory: str | Path) -> None:
@@ -193,6 +201,15 @@ class Engine:
 
     def _resume(self, extra: Mapping[str, Any]) -> None:
         self._state.restore(checkpoint.from_json(extra["run"]))
+
+    def _persistent_buffers(self) -> dict[str, Tensor]:
+        """The buffers that torch's state_dict holds too."""
+        return {
+            f"{prefix}.{name}" if prefix else name: buffer
+            for prefix, module in self.model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
 
     def _tied_names(self) -> dict[str, str]:
         """Every other name of a tied parameter: name -> the name it is stored under."""

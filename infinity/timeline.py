@@ -134,7 +134,9 @@ class Timeline:
             row = 0 if span.is_stall else rows[span.lane]
             name = f"wait for {span.lane}: {span.name}" if span.is_stall else span.name
             args = {"bytes": span.nbytes}
-            events.append({"name": name, "ph": "X", "pid": 1, "tid": row, "ts": span.start_ns / 1e3, "dur": (span.stop_ns - span.start_ns) / 1e3, "args": args})
+            events.append(
+                {"name": name, "ph": "X", "pid": 1, "tid": row, "ts": span.start_ns / 1e3, "dur": (span.stop_ns - span.start_ns) / 1e3, "args": args}
+            )
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 

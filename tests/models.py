@@ -26,7 +26,9 @@ class Block(nn.Module):
 class TinyGPT(nn.Module):
     """forward(ids) -> mean next-token loss. The head shares the embedding when `tied`."""
 
-    def __init__(self, vocab: int = 61, dim: int = 32, layers: int = 4, heads: int = 4, length: int = 16, tied: bool = True, recompute: bool = False) -> None:
+    def __init__(
+        self, vocab: int = 61, dim: int = 32, layers: int = 4, heads: int = 4, length: int = 16, tied: bool = True, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocab, dim), nn.Embedding(length, dim)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
+from models import batches, tiny_gpt
 
 import infinity
-from models import batches, tiny_gpt
 
 PLACEMENTS = {
     "cpu": {"param": "cpu", "grad": "cpu", "optimizer": "cpu"},
@@ -146,7 +146,7 @@ def test_mixed_precision_equals_a_plain_loop_with_fp32_masters(tmp_path, dtype, 
     """Same gradients in, same formula: parameters agree to the rounding of the low precision after 20 steps."""
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     want_losses, want = plain_mixed_precision(torch_dtype, 20, scale=1.0 if dtype == "bf16" else 1024.0)
-    config = settings(tmp_path, placement, precision={"dtype": dtype, **({"initial_loss_scale": 1024.0} if dtype == "fp16" else {})})
+    config = settings(tmp_path, placement, precision={"dtype": dtype, **({"init_scale": 1024.0} if dtype == "fp16" else {})})
     losses = []
     with infinity.initialize(tiny_gpt(), config) as engine:
         for ids in batches(20):

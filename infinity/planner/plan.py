@@ -81,10 +81,17 @@ class Plan:
 
     def seconds(self) -> dict[Lane, float]:
         """Expected seconds a step per lane, where the rate is known."""
-        rates = {Lane.NVME_READ: self.rates.nvme_read, Lane.NVME_WRITE: self.rates.nvme_write, Lane.UPLOAD: self.rates.upload, Lane.DOWNLOAD: self.rates.upload}
+        rates = {
+            Lane.NVME_READ: self.rates.nvme_read,
+            Lane.NVME_WRITE: self.rates.nvme_write,
+            Lane.UPLOAD: self.rates.upload,
+            Lane.DOWNLOAD: self.rates.upload,
+        }
         times = {lane: self.traffic.get(lane, 0) / rate for lane, rate in rates.items() if rate}
         if self.rates.adam:
-            times[Lane.ADAM] = sum(spec.nbytes for spec in self.specs if spec.key.group is Group.OPTIMIZER) / len(OPTIMIZER_STATES) / STATE_BYTES / self.rates.adam
+            times[Lane.ADAM] = (
+                sum(spec.nbytes for spec in self.specs if spec.key.group is Group.OPTIMIZER) / len(OPTIMIZER_STATES) / STATE_BYTES / self.rates.adam
+            )
         return times
 
     def render(self) -> str:
@@ -107,7 +114,9 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, *, hbm_free: int, cpu_available: int, rates: Rates, root: int | None) -> Plan:
+def make_plan(
+    layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, *, hbm_free: int, cpu_available: int, rates: Rates, root: int | None
+) -> Plan:
     """Place every chunk: HBM first, then CPU, and only what does not fit on NVMe.
 
     `root` is the index of the unit that stays live from the first to the last, if there is one. Raises CapacityError with the

@@ -20,14 +20,15 @@ from infinity.kinds import Group, Lane, Tier
 from infinity.optim.grads import Grads
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.fetches import Fetch, Retired
+from infinity.runtime.states import States
 from infinity.runtime.trace import Trace
 from infinity.runtime.units import Unit
 from infinity.sharding.layout import Interval
 from infinity.sizes import format_bytes
+from infinity.storage.chunks import ChunkKey
 from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
 from infinity.storage.slabs import SlabPool
-from infinity.storage.chunks import ChunkKey
 from infinity.storage.store import Store
 from infinity.storage.work import Work
 
@@ -45,6 +46,7 @@ class Movers:
     staging: Reserve | None
     """Pinned buffers of one parameter chunk each; None on a CPU device, where reads land in the unit's own buffer."""
     grads: Grads
+    states: States
     clock: ComputeClock
 
 
@@ -52,7 +54,15 @@ class Scheduler:
     """Residency (what the hooks ask for) over the store."""
 
     def __init__(
-        self, units: Sequence[Unit], movers: Movers, device: torch.device, *, chunk_numel: int, budget_bytes: int, prefetch_units: int, deadline_s: float
+        self,
+        units: Sequence[Unit],
+        movers: Movers,
+        device: torch.device,
+        *,
+        chunk_numel: int,
+        budget_bytes: int,
+        prefetch_units: int,
+        deadline_s: float,
     ) -> None:
         self._units = {unit.layout.index: unit for unit in units}
         self._chunks = {unit.layout.index: [flat.chunks(chunk_numel) for flat in unit.layout.flats] for unit in units}
@@ -134,11 +144,8 @@ class Scheduler:
         self._movers.grads.clear()
 
     def commit(self, unit: Unit, flats: Sequence[Tensor]) -> None:
-        """Write changed parameter values back to where they rest."""
-        for f, values in enumerate(flats):
-            for c, interval in enumerate(self._chunks[unit.layout.index][f]):
-                piece = values[interval.start : interval.stop]
-                self._movers.store.write_back(_param_key(unit.layout.index, f, c), piece.contiguous().view(torch.uint8)).wait(self._deadline_s)
+        """Changed values go back to where the unit rests."""
+        self._movers.states.commit(unit, flats)
 
     def invalidate(self) -> None:
         """Parameters are about to change: give up what was fetched ahead."""
@@ -265,7 +272,9 @@ class Scheduler:
             if self._has_room(fetch):
                 return True
         if not begun:
-            live = ", ".join(f"{f.name} {format_bytes(f.nbytes)}" for f in self._fetches.values() if f.attached and f is not fetch and f not in self._queue)
+            live = ", ".join(
+                f"{f.name} {format_bytes(f.nbytes)}" for f in self._fetches.values() if f.attached and f is not fetch and f not in self._queue
+            )
             tier = Tier.HBM if self._cuda else Tier.CPU
             fetch.fail(
                 CapacityError(
@@ -358,5 +367,3 @@ def _param_key(unit: int, flat: int, chunk: int) -> ChunkKey:
 
 def _bytes_of(flat: Tensor, interval: Interval) -> Tensor:
     return flat[interval.start : interval.stop].view(torch.uint8)
-
-

@@ -33,7 +33,9 @@ class States:
     def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, deadline_s: float) -> None:
         self._units, self._store, self._deadline_s = units, store, deadline_s
         self._chunks = {(unit.layout.index, f): flat.chunks(chunk_numel) for unit in units for f, flat in enumerate(unit.layout.flats)}
-        self._places = {slot.name: (unit.layout.index, f, flat, slot) for unit in units for f, flat in enumerate(unit.layout.flats) for slot in flat.slots}
+        self._places = {
+            slot.name: (unit.layout.index, f, flat, slot) for unit in units for f, flat in enumerate(unit.layout.flats) for slot in flat.slots
+        }
         self._windows = {group: _Window(store, slabs, deadline_s) for group in (Group.PARAM, Group.OPTIMIZER)}
 
     def adopt(self, unit: Unit, values: Sequence[Tensor]) -> None:
@@ -63,6 +65,27 @@ class States:
             values = _real(by_name[slot.name].detach()).reshape(-1)
             start = interval.start + run.start - slot.start
             yield values[start : start + len(run)], run
+
+    def commit(self, unit: Unit, flats: Sequence[Tensor]) -> None:
+        """Make full flat buffers the unit's values. A master follows where its parameter changed, and keeps its low bits elsewhere."""
+        for f, flat in enumerate(unit.layout.flats):
+            for c, interval in enumerate(self._chunks[unit.layout.index, f]):
+                self._commit_chunk(
+                    _Piece(unit.layout.index, f, c, interval, Interval(0, len(interval))), flat, flats[f][interval.start : interval.stop].cpu()
+                )
+        self.flush()
+
+    def _commit_chunk(self, piece: _Piece, flat: FlatLayout, values: Tensor) -> None:
+        param = self._open(piece, flat, State.PARAM)
+        changed = param.cpu() != values
+        if not bool(changed.any()):
+            return
+        param.copy_(values)
+        self._windows[Group.PARAM].dirty = True
+        if flat.trainable:
+            master = self._open(piece, flat, State.MASTER)
+            master.copy_(torch.where(changed, values.float(), master.cpu()))
+            self._windows[Group.OPTIMIZER].dirty = True
 
     def tensors(self) -> list[NamedState]:
         """What a checkpoint holds: masters and moments of what is trained, the parameter itself where it is frozen."""
@@ -108,17 +131,20 @@ class States:
                 yield _Piece(unit, f, c, interval, inside.shifted(-interval.start))
 
     def _view(self, name: str, state: State, piece: _Piece, *, dirty: bool = False) -> Tensor:
-        flat = self._places[name][2]
+        view = self._open(piece, self._places[name][2], state)
+        self._windows[Group.PARAM if state is State.PARAM else Group.OPTIMIZER].dirty |= dirty
+        return view
+
+    def _open(self, piece: _Piece, flat: FlatLayout, state: State) -> Tensor:
+        """The elements of `state` that the piece covers, in memory."""
         if state is State.PARAM:
-            group, dtype, part_bytes = Group.PARAM, flat.dtype, 0
-            nbytes = len(piece.chunk) * flat.dtype.itemsize
+            group, dtype, states_before, states = Group.PARAM, flat.dtype, 0, 1
         else:
-            group, dtype, part_bytes = Group.OPTIMIZER, torch.float32, OPTIMIZER_STATES.index(state) * len(piece.chunk) * 4
-            nbytes = len(piece.chunk) * 4 * len(OPTIMIZER_STATES)
+            group, dtype, states_before, states = Group.OPTIMIZER, torch.float32, OPTIMIZER_STATES.index(state), len(OPTIMIZER_STATES)
+        state_bytes = len(piece.chunk) * dtype.itemsize
         window = self._windows[group]
-        window.open(ChunkKey(unit=piece.unit, flat=piece.flat, group=group, chunk=piece.index), nbytes)
-        window.dirty |= dirty
-        return window.elements(dtype, part_bytes, piece.inside)
+        window.open(ChunkKey(unit=piece.unit, flat=piece.flat, group=group, chunk=piece.index), state_bytes * states)
+        return window.elements(dtype, state_bytes * states_before, piece.inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,4 +208,3 @@ class _Window:
 
 def _real(values: Tensor) -> Tensor:
     return torch.view_as_real(values.resolve_conj().resolve_neg()) if values.is_complex() else values
-

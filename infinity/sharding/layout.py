@@ -142,4 +142,10 @@ def _layout_flat(dtype: torch.dtype, trainable: bool, params: Sequence[ParamSpec
         slots.append(Slot(name=param.name, shape=param.shape, start=at, numel=numel, is_complex=dtype.is_complex))
         at = align_up(at + numel, align)
     granule = max(CHUNK_GRANULE, SECTOR_BYTES // real.itemsize)
-    return FlatLayout(dtype=real, trainable=trainable, slots=tuple(slots), numel=max(align_up(at, granule * world_size), granule * world_size), world_size=world_size)
+    return FlatLayout(
+        dtype=real,
+        trainable=trainable,
+        slots=tuple(slots),
+        numel=max(align_up(at, granule * world_size), granule * world_size),
+        world_size=world_size,
+    )
