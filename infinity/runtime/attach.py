@@ -80,11 +80,20 @@ class AttachedUnit:
         for seat in self.seats:
             seat.show()
 
-    def absorb(self) -> None:
-        """What the user put in a parameter's place (`p.data = values`) goes into the flat buffer. Raises TraceError for another shape."""
+    def absorb(self) -> TraceError | None:
+        """What the user put in a parameter's place (`p.data = values`) goes into the flat buffer, or the error that forbids it."""
         assert self.flats is not None
         for seat in self.seats:
-            seat.absorb(self.flats[seat.flat_index])
+            place = seat.view(self.flats[seat.flat_index])
+            if seat.param.shape != place.shape:
+                return TraceError(
+                    f"{seat.name!r} was given shape {tuple(seat.param.shape)}, but the engine laid it out as {tuple(place.shape)}: nothing of unit "
+                    f"{self.unit.name!r} is changed. Give it values of its own shape, or change the model before infinity.initialize"
+                )
+        with torch.no_grad():
+            for seat in self.seats:
+                seat.absorb(self.flats[seat.flat_index])
+        return None
 
     def is_modified(self) -> bool:
         """Whether a live parameter was written to in place, as far as torch counts it (not through `.data`)."""

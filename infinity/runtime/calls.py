@@ -34,6 +34,7 @@ class Call:
 
     site: Site
     task: int
+    thread: int
     used: list[AttachedUnit] = field(default_factory=list)
     saved: SavedTensors | None = None
     began_ns: int = 0
@@ -67,13 +68,11 @@ def _mark_around(module: nn.Module, own_unit: dict[nn.Module, AttachedUnit], aro
         around.setdefault(child, own_unit.get(child, around[module]))
 
 
-def is_running(module: nn.Module) -> bool:
-    """Whether a method of `module` is on this thread's call stack."""
-    frame = sys._getframe()
+def running_calls(module: nn.Module) -> int:
+    """How many calls of `module` are on this thread's stack. Walks it: for suspicious cases only."""
+    count, frame = 0, sys._getframe().f_back
     while frame is not None:
-        if frame.f_locals.get("self") is module:
-            return True
-        if frame.f_back is None:
-            return False
+        if frame.f_code.co_name == "_wrapped_call_impl" and frame.f_locals.get("self") is module:
+            count += 1
         frame = frame.f_back
-    return False
+    return count

@@ -30,9 +30,9 @@ def gathered(live: LiveUnits, units: Sequence[AttachedUnit], *, write: bool) -> 
     finally:
         for unit in entered:
             unit.unuse()
+        for unit in entered:
             if unit.flats is not None and unit.users == 0:
                 unit.is_writable = write
-                unit.absorb()
                 live.release(unit)
 
 

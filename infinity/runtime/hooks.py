@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from infinity.errors import TraceError
 from infinity.kinds import Lane
 from infinity.runtime.attach import AttachedUnit
-from infinity.runtime.calls import Call, Site, is_running, sites_of
+from infinity.runtime.calls import Call, Site, running_calls, sites_of
 from infinity.runtime.gather import StateDicts, gathered, refuse_moves
 from infinity.runtime.live import LiveUnits, graph_task
 from infinity.runtime.parameter import Seat
@@ -62,7 +62,6 @@ class Hooks:
         self._live = LiveUnits(units, residency, device, self._wake_up, guard=guard, timeline=timeline)
         self._timeline = timeline
         self._calls: list[Call] = []
-        self._thread = 0
         self._armed: set[int] = set()
         self._has_warned = self._is_detached = False
         self._handles: list[Any] = StateDicts(model, self._live, gather_limit_bytes).attach()
@@ -122,11 +121,12 @@ class Hooks:
         task = graph_task()
         if task == -1:
             self._check_nesting(site)
+        else:
+            self._arm()
         is_outermost = task == -1 and not self._calls
-        call = Call(site, task)
+        call = Call(site, task, threading.get_ident())
         self._calls.append(call)
         if is_outermost:
-            self._thread = threading.get_ident()
             self._settle_backward()
             self._warn_autocast()
             self.residency.forward_begins()
@@ -154,7 +154,8 @@ class Hooks:
 
     def _pop(self, site: Site) -> Call | None:
         """End the innermost call of `site`, and calls within it that never came to their end."""
-        if not any(call.site is site for call in self._calls):
+        thread = threading.get_ident()
+        if not any(call.site is site and call.thread == thread for call in self._calls):
             return None
         while True:
             call = self._calls.pop()
@@ -193,13 +194,14 @@ class Hooks:
         if not self._calls:
             return
         outermost = self._calls[0]
-        is_inside = outermost.task == -1 and site is not outermost.site and site.is_inside(outermost.site)
-        if self._thread != threading.get_ident():
+        is_same = site is outermost.site
+        is_inside = outermost.task == -1 and not is_same and site.is_inside(outermost.site)
+        if outermost.thread != threading.get_ident():
             raise TraceError(
                 f"two threads run the model at once: {outermost.site.name or 'the model'!r} is still in its forward. "
                 "Call it from one thread; use one process per GPU instead of torch.nn.DataParallel"
             )
-        if not is_inside and not is_running(outermost.site.module):
+        if not is_inside and running_calls(outermost.site.module) <= is_same:  # the call that is checked here is on the stack already
             self.reset()
 
     def _warn_autocast(self) -> None:
@@ -282,6 +284,7 @@ class Hooks:
                 f"{operation} needs the values of parameter {seat.name!r}, which are with the engine: on the module there is a placeholder of shape "
                 f"{tuple(seat.slot.shape)}. Use `with engine.gathered(module):` to read or change values, or model.state_dict() for all"
             )
+        self._arm()
         self._live.wake(seats)
 
     def reset(self) -> None:

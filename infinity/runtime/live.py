@@ -72,16 +72,17 @@ class LiveUnits:
     def release(self, unit: AttachedUnit) -> None:
         """A unit is at rest again: new values are committed, gradients that have arrived go down.
 
-        Raises TraceError, after the release, when a parameter was written to in place where that is not allowed.
+        Raises TraceError, after the release, when a parameter was written to in place where that is not allowed, or given another shape.
         """
         flats = unit.flats
         assert flats is not None
         del self._live[unit]
         self.storages.remove(unit)
         is_modified, is_writable, unit.is_writable = unit.is_modified(), unit.is_writable, False
+        misfit = unit.absorb() if is_writable else None
         with torch.inference_mode(False), torch.no_grad():
             unit.rest()
-            if is_writable:
+            if is_writable and misfit is None:
                 self.residency.commit(unit.unit, flats)
                 unit.unit.version += is_modified
             del flats
@@ -90,6 +91,8 @@ class LiveUnits:
         if self._timeline is not None and unit.began_ns:
             self._timeline.record(Lane.GPU, f"{unit.unit.name} backward", unit.began_ns, time.monotonic_ns())
             unit.began_ns = 0
+        if misfit is not None:
+            raise misfit
         if is_modified and not is_writable:
             raise unit.modified()
 

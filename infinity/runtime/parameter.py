@@ -57,14 +57,10 @@ class Seat:
         self.param.__class__ = RestingParameter
 
     def absorb(self, flat: Tensor) -> None:
-        """Copy values that were put in the place of the view back into the flat buffer. Raises TraceError when the shape differs."""
-        with torch.no_grad():
-            self.param.__class__ = self.plain_class
-            place = self.view(flat)
-            if self.param.shape != place.shape:
-                raise TraceError(f"{self.name!r} was given shape {tuple(self.param.shape)}, but the engine laid it out as {tuple(place.shape)}")
-            if self.param.data_ptr() != place.data_ptr():
-                place.copy_(self.param)
+        """Copy values that were put in the place of the view back into the flat buffer."""
+        place = self.view(flat)
+        if self.param.data_ptr() != place.data_ptr():
+            place.copy_(self.param)
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter's run of a flat tensor, in the parameter's shape and dtype."""
@@ -196,8 +192,8 @@ _METHODS = (
     "ndimension nelement new_empty new_full new_ones new_zeros numel register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size"
 )
 _FUNCTIONS = (
-    "empty_like full_like is_complex is_floating_point is_inference is_same_size is_signed numel ones_like rand_like randn_like result_type "
-    "zeros_like"
+    "_has_compatible_shallow_copy_type empty_like full_like is_complex is_floating_point is_inference is_same_size is_signed numel ones_like rand_like "
+    "randn_like result_type zeros_like"
 )
 
 
