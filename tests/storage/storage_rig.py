@@ -84,3 +84,26 @@ def live_until(disk: Path, instant: str, ready: Any = None) -> None:
         store._commit = die  # type: ignore[method-assign]
     store.publish(9, {})
     die()
+
+
+def move_and_publish(disk: Path, calls: int) -> None:
+    """Go on with a run of paths a and b on b and c, write, publish, close; killed before the `calls`-th call that changes a file system."""
+    pools = Pools(pinned=SlabPool(pin=False, threads=1), plain=SlabPool(pin=False, threads=1))
+    left = iter(range(calls))
+
+    def mortal(real: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **more)
+
+        return call
+
+    for owner, name in ((os, "fsync"), (os, "fdatasync"), (os, "open"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (os, "pwrite")):
+        setattr(owner, name, mortal(getattr(owner, name)))
+    paths = [NvmePath(path=disk / name, weight=1.0) for name in "bc"]
+    store = Store(paths=paths, run="test", pools=pools, copies=Copies(torch.device("cpu"), Timeline()), timeline=Timeline())
+    store.reopen(SPECS, UNITS)
+    fill(store, SPECS, pools, seed=1)
+    store.publish(5, {})
+    store.close()

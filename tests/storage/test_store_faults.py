@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from storage.storage_rig import SPECS, UNITS, contents, fill, live_until, pattern
+from storage.storage_rig import SPECS, UNITS, contents, fill, live_until, move_and_publish, pattern
 
 from infinity.errors import ConfigError, LockError, StorageError
 from infinity.storage.manifest import Manifest
+from infinity.storage.rundir import discard
 
 
 def published(open_store, pools, *paths):
@@ -159,3 +160,42 @@ def test_two_jobs_cannot_use_one_run(open_store, disk, processes):
     child.kill()
     child.join()
     assert open_store(disk).reopen(SPECS, UNITS) is None
+
+
+def kill_at_call(processes, disk: Path, calls: int) -> bool:
+    """True when the process lived to the end."""
+    (disk / "c").mkdir(exist_ok=True)
+    child = processes.Process(target=move_and_publish, args=(disk, calls))
+    child.start()
+    child.join(120)
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode == 0
+
+
+def check_whole_or_refused(open_store, disk: Path, pools) -> None:
+    """What any instant may leave: step 4, step 5, or a dirty run."""
+    store = open_store(disk / "b", disk / "c")
+    try:
+        step = store.reopen(SPECS, UNITS).step
+    except ConfigError as error:
+        assert "last published step: 4" in str(error)
+    else:
+        assert all(torch.equal(contents(store, spec, pools), pattern(spec, step - 4)) for spec in SPECS)
+        store.publish(6, {})
+        manifest = Manifest.load(disk / "b" / "infinity" / "test" / "manifest.r0.json")
+        found = sorted(path.name for name in "bc" for path in (disk / name).glob("infinity/test/*.safetensors"))
+        assert found == sorted(file.name for file in manifest.files), "nothing is left over on the paths in use"
+    store.close()
+
+
+@pytest.mark.parametrize("first", [pytest.param(first, marks=[pytest.mark.slow] * (first > 0)) for first in range(7)])
+def test_killed_at_any_change_of_a_file_a_moving_run_is_whole_or_refused(open_store, disk, pools, processes, first):
+    """Every seventh call, from `first` on: together every call."""
+    for calls in range(first, 1000, 7):
+        published(open_store, pools, disk / "a", disk / "b").close()
+        lived = kill_at_call(processes, disk, calls)
+        check_whole_or_refused(open_store, disk, pools)
+        discard([disk / name for name in "abc"], "test")
+        if lived:
+            return
+    pytest.fail("the process never lived to its end")
