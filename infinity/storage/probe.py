@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ from infinity.errors import ConfigError, StorageError
 from infinity.kinds import Lane
 from infinity.native import Aio
 from infinity.sizes import MiB
+from infinity.storage.shardfile import open_direct
 from infinity.storage.slabs import SlabPool
 from infinity.storage.work import AioWork, join
 from infinity.timeline import Timeline
@@ -191,9 +193,9 @@ def measure(path: Path) -> Rates:
     """Overwrite and read a temporary file with O_DIRECT for about 0.1 s each, after laying it out once."""
     found = check_path(path)
     if found.free_bytes < 2 * _PROBE_BYTES:
-        raise StorageError(28, str(path), 0, _PROBE_BYTES, f"{found.free_bytes} bytes are free, the measurement writes {_PROBE_BYTES}")
+        raise StorageError(errno.ENOSPC, str(path), 0, _PROBE_BYTES, f"{found.free_bytes} bytes are free, the measurement writes {_PROBE_BYTES}")
     file = path / f".infinity-rates-{os.getpid()}"
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0) * (not found.is_overlay), 0o600)
+    fd = open_direct(file, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     pool = SlabPool(pin=False, threads=1)
     aio = Aio(block_bytes=MiB, queue_depth=32)
     try:

@@ -124,7 +124,7 @@ class ShardFile:
 
         A file that exists already is an error: nothing is overwritten here.
         """
-        file = cls(path, _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), layout.nbytes)
+        file = cls(path, open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), layout.nbytes)
         try:
             file._preallocate()
             file._write(layout.header, 0)
@@ -137,7 +137,7 @@ class ShardFile:
     @classmethod
     def open(cls, path: Path, nbytes: int) -> ShardFile:
         """Open an existing file that must have `nbytes`. Raises StorageError when it is missing or has another size."""
-        file = cls(path, _open(path, os.O_RDWR), nbytes)
+        file = cls(path, open_direct(path, os.O_RDWR), nbytes)
         try:
             file.check()
         except BaseException:
@@ -198,7 +198,8 @@ class ShardFile:
         return StorageError(code, str(self.path), offset, self.nbytes, f"The file needs {self.nbytes} bytes, {free_bytes} bytes are free there")
 
 
-def _open(path: Path, flags: int) -> int:
+def open_direct(path: Path, flags: int) -> int:
+    """A descriptor with O_DIRECT, or without where the file system refuses it, said once per directory. Raises StorageError."""
     direct = getattr(os, "O_DIRECT", 0)
     try:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -142,9 +143,11 @@ class _Slab:
         self.nbytes = mapping.nbytes
         self.live = 0
         self._carved = 0
-        self._registered = pin
+        self._unregister: Callable[[], object] = lambda: None
         if pin:
             _register(self._address, self.nbytes)
+            # Runs at close(), or when the slab dies with its pool: always before the mapping does, or its addresses stay taken.
+            self._unregister = weakref.finalize(self, _unregister, self._address)
 
     @property
     def room(self) -> int:
@@ -161,9 +164,7 @@ class _Slab:
         return memoryview(self._mapping.buffer)[piece.start : piece.start + piece.nbytes]
 
     def close(self) -> None:
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
-        self._registered = False
+        self._unregister()
         self._mapping = None
 
 
@@ -171,3 +172,7 @@ def _register(address: int, nbytes: int) -> None:
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE))  # type: ignore[no-untyped-call]
     if code != _CUDA_SUCCESS:
         raise CapacityError(f"cudaHostRegister refuses to pin {format_bytes(nbytes)} of CPU memory (CUDA error {code}). Lower budgets.cpu")
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -49,7 +49,11 @@ class Pools:
 
 
 class MemoryTier:
-    """Chunks in CPU memory or in HBM."""
+    """Chunks in CPU memory or in HBM.
+
+    Copies inside one memory are over when the call returns on the CPU, and ordered on the current stream in HBM; between the
+    two they are uploads and downloads.
+    """
 
     def __init__(self, tier: Tier, pools: Pools, copies: Copies) -> None:
         assert tier is not Tier.NVME
