@@ -9,6 +9,7 @@
 #define OP static inline __attribute__((always_inline)) TARGET
 
 typedef __m256 vector;
+typedef __m128i halves;            /* as many 16-bit elements */
 typedef struct { __m256d lane[4]; } wide;
 
 OP vector set1(float x) { return _mm256_set1_ps(x); }
@@ -27,7 +28,7 @@ OP vector load_bf16(const uint16_t *x)
 	return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *) x)), 16));
 }
 
-OP void store_bf16(uint16_t *x, vector v)
+OP halves pack_bf16(vector v)
 {
 	__m256i bits = _mm256_castps_si256(v);
 	__m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -35,15 +36,18 @@ OP void store_bf16(uint16_t *x, vector v)
 	__m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
 
 	rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0xffff), nan);
-	_mm_storeu_si128((__m128i *) x, _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1)));
+	return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
 }
 
 OP vector load_f16(const uint16_t *x) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) x)); }
 
-OP void store_f16(uint16_t *x, vector v)
+OP halves pack_f16(vector v)
 {
-	_mm_storeu_si128((__m128i *) x, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+	return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+
+OP void store_halves(uint16_t *x, halves h) { _mm_storeu_si128((__m128i *) x, h); }
+OP void stream_halves(uint16_t *x, halves h) { _mm_stream_si128((__m128i *) x, h); }      /* x on a multiple of sizeof(h) */
 
 OP wide load_wide(const double *lanes)
 {

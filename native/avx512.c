@@ -9,6 +9,7 @@
 #define OP static inline __attribute__((always_inline)) TARGET
 
 typedef __m512 vector;
+typedef __m256i halves;            /* as many 16-bit elements */
 typedef struct { __m512d lane[2]; } wide;
 
 OP vector set1(float x) { return _mm512_set1_ps(x); }
@@ -28,22 +29,25 @@ OP vector load_bf16(const uint16_t *x)
 }
 
 /* Not vcvtneps2bf16: it takes denormals for zero. */
-OP void store_bf16(uint16_t *x, vector v)
+OP halves pack_bf16(vector v)
 {
 	__m512i bits = _mm512_castps_si512(v);
 	__m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
 	__m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
 
 	rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0xffff));
-	_mm256_storeu_si256((__m256i *) x, _mm512_cvtepi32_epi16(rounded));
+	return _mm512_cvtepi32_epi16(rounded);
 }
 
 OP vector load_f16(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) x)); }
 
-OP void store_f16(uint16_t *x, vector v)
+OP halves pack_f16(vector v)
 {
-	_mm256_storeu_si256((__m256i *) x, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+	return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+
+OP void store_halves(uint16_t *x, halves h) { _mm256_storeu_si256((__m256i *) x, h); }
+OP void stream_halves(uint16_t *x, halves h) { _mm256_stream_si256((__m256i *) x, h); }      /* x on a multiple of sizeof(h) */
 
 OP wide load_wide(const double *lanes)
 {

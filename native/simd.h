@@ -26,18 +26,30 @@ INLINE vector load(const void *x, int type, int64_t i)
 	return load_f16((const uint16_t *) x + i);
 }
 
+INLINE halves pack(int type, vector value)
+{
+	return type == INF_BF16 ? pack_bf16(value) : pack_f16(value);
+}
+
 INLINE void store(void *x, int type, int64_t i, vector value)
 {
 	if (type == INF_F32)
 		store_f32((float *) x + i, value);
-	else if (type == INF_BF16)
-		store_bf16((uint16_t *) x + i, value);
-	else if (type == INF_F16)
-		store_f16((uint16_t *) x + i, value);
+	else if (type != INF_NONE)
+		store_halves((uint16_t *) x + i, pack(type, value));
+}
+
+/* Past the caches: nobody reads the new parameters here, so their lines need not be fetched before they are written. */
+INLINE void stream(void *x, int type, int64_t i, vector value)
+{
+	if (type == INF_BF16 || type == INF_F16)
+		stream_halves((uint16_t *) x + i, pack(type, value));
+	else
+		store(x, type, i, value);
 }
 
 INLINE void adam_loop(const struct inf_adam_scalars *s, float *master, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_type,
-	void *out, int out_type, int64_t numel, bool near)
+	void *out, int out_type, int64_t numel, bool near, bool streaming)
 {
 	const vector grad_scale = set1(s->grad_scale), decay = set1(s->decay), beta2 = set1(s->beta2), square_weight = set1(s->square_weight);
 	const vector correction = set1(s->correction2_sqrt), eps = set1(s->eps), minus_step_size = set1(s->minus_step_size);
@@ -55,23 +67,32 @@ INLINE void adam_loop(const struct inf_adam_scalars *s, float *master, float *ex
 		store_f32(exp_avg + i, m);
 		store_f32(exp_avg_sq + i, v);
 		store_f32(master + i, p);
-		store(out, out_type, i, p);
+		if (streaming)
+			stream(out, out_type, i, p);
+		else
+			store(out, out_type, i, p);
 	}
+	if (streaming)
+		_mm_sfence();           /* in memory before anybody is told that they are */
 }
 
 LOOP void adam(const struct inf_adam_scalars *s, float *master, float *exp_avg, float *exp_avg_sq, const void *grad, int grad_type,
 	void *out, int out_type, int64_t numel)
 {
 	const int64_t n = numel / WIDTH * WIDTH;
+	const bool aligned = (uintptr_t) out % sizeof(halves) == 0;
 
-	if (s->lerp_weight < 0.5f) {
-#define OUT(o, g) case o: adam_loop(s, master, exp_avg, exp_avg_sq, grad, g, out, o, n, true); break;
+	if (s->lerp_weight < 0.5f && aligned) {
+#define OUT(o, g) case o: adam_loop(s, master, exp_avg, exp_avg_sq, grad, g, out, o, n, true, true); break;
 #define GRAD(g) switch (out_type) { OUT(INF_NONE, g) OUT(INF_F32, g) OUT(INF_BF16, g) OUT(INF_F16, g) }
 		FOR_TYPE(grad_type, GRAD)
 #undef GRAD
 #undef OUT
-	} else {                /* beta1 of one half and below: rare, so one copy that looks at the types as it goes */
-		adam_loop(s, master, exp_avg, exp_avg_sq, grad, grad_type, out, out_type, n, false);
+	} else {                /* rare, so one copy of each that looks at the types as it goes */
+		if (s->lerp_weight < 0.5f)
+			adam_loop(s, master, exp_avg, exp_avg_sq, grad, grad_type, out, out_type, n, true, false);
+		else
+			adam_loop(s, master, exp_avg, exp_avg_sq, grad, grad_type, out, out_type, n, false, false);
 	}
 	inf_plain.adam(s, master + n, exp_avg + n, exp_avg_sq + n, (const char *) grad + (size_t) n * inf_type_bytes(grad_type), grad_type,
 		out ? (char *) out + (size_t) n * inf_type_bytes(out_type) : NULL, out_type, numel - n);
