@@ -49,6 +49,7 @@ class Plain:
         loss.backward()
         return loss
 
+    @torch.no_grad()
     def step(self) -> None:
         for master, param in zip(self.masters, self.params, strict=True):
             master.grad, param.grad = param.grad.float(), None

@@ -80,7 +80,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._uploads: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._run, args=(self._move,), name="infinity-mover", daemon=True)]
-        if self._cuda:
+        if movers.staging is not None:
             self._threads.append(threading.Thread(target=self._run, args=(self._upload,), name="infinity-uploader", daemon=True))
         for thread in self._threads:
             thread.start()
@@ -320,13 +320,13 @@ class Scheduler:
     def _upload(self) -> None:
         """Uploader thread: reads arrive in the order in which they were started; each is sent on at once."""
         staging = self._movers.staging
-        assert staging is not None or not self._cuda
+        assert staging is not None
         before: tuple[Work, Tensor] | None = None
         while True:
             try:
                 item = self._uploads.get_nowait()
             except queue.Empty:
-                if before is not None and staging is not None:
+                if before is not None:
                     _hand_back(before, staging, self._deadline_s)
                     before = None
                 item = self._uploads.get()
@@ -335,7 +335,7 @@ class Scheduler:
             item.read.wait(self._deadline_s)
             upload = self._movers.copies.upload(item.staged[: item.target.numel()], item.target)
             item.fetch.started(upload)
-            if before is not None and staging is not None:
+            if before is not None:
                 _hand_back(before, staging, self._deadline_s)
             before = (upload, item.staged)
 
