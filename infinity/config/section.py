@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -37,7 +38,7 @@ def _absolute(value: object, info: ValidationInfo) -> Any:
     if not str(value):
         raise ValueError("is empty: name a directory")
     folder = (info.context or {}).get("folder", Path.cwd())
-    return str((Path(folder) / Path(value).expanduser()).absolute())
+    return os.path.abspath(Path(folder) / Path(value).expanduser())
 
 
 def _no_boolean(value: object) -> object:

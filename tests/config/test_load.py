@@ -52,6 +52,10 @@ def test_relative_paths_start_at_the_file(toml):
     assert config.train.output == str(toml.parent / "runs")
 
 
+def test_dots_in_paths_are_worked_out(toml):
+    assert load_config(toml, ["train.output=../out/./a"]).train.output == str(toml.parent.parent / "out" / "a")
+
+
 def test_relative_paths_of_a_mapping_start_at_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config({"nvme": {"paths": ["disk"]}}).nvme.paths[0].path == str(tmp_path / "disk")
