@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import TraceError
+from infinity.runtime.cutter import Cutter
 from infinity.runtime.flat_grads import FlatGrads
 from infinity.runtime.parameter import Seat, WakeUp
 from infinity.runtime.residency import Residency
@@ -26,7 +27,8 @@ class AttachedUnit:
         self.in_use = False
         """`users > 0`, and `caller` the module whose call was the first: what compiled code may guard on without recompiling."""
         self.caller: nn.Module | None = None
-        self.grads = FlatGrads(unit, residency)
+        self._cutters = [Cutter(flat) for flat in unit.layout.flats]
+        self.grads = FlatGrads(unit, residency, self._cutters)
         self.parents: frozenset[AttachedUnit] = frozenset()
         """Units whose module contains this one's: in backward they stay live beside it."""
         self.is_writable = False
@@ -61,19 +63,25 @@ class AttachedUnit:
     def rise(self, flats: Sequence[Tensor]) -> None:
         """Make every parameter a view of `flats`, one 1-D tensor per flat of the layout."""
         self.flats = list(flats)
-        for seat in self.seats:
-            seat.rise(self.flats[seat.flat_index])
+        for seat, place in zip(self.seats, self._places(), strict=True):
+            seat.rise(place)
         self._versions = self._count_versions()
+
+    def _places(self) -> list[Tensor]:
+        """Every seat's view of the live flat buffers."""
+        assert self.flats is not None
+        return [place for flat, cutter in zip(self.flats, self._cutters, strict=True) for place in cutter.cut(flat)]
 
     def check_trainable(self) -> None:
         """Raise TraceError when requires_grad was changed under the engine."""
-        for seat in self.seats:
-            if seat.param.requires_grad is not seat.trainable:
-                was = "trainable" if seat.trainable else "frozen"
-                raise TraceError(
-                    f"requires_grad of {seat.name!r} is now {seat.param.requires_grad}, but it was {was} when the engine laid out its files. "
-                    "Set it back, or freeze and thaw before infinity.initialize"
-                )
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = next((seat for seat in self.seats if seat.param.requires_grad is not seat.trainable), None)
+        if changed is not None:
+            was = "trainable" if changed.trainable else "frozen"
+            raise TraceError(
+                f"requires_grad of {changed.name!r} is now {not changed.trainable}, but it was {was} when the engine laid out its files. "
+                "Set it back, or freeze and thaw before infinity.initialize"
+            )
 
     def show(self) -> None:
         """Live parameters are in the user's hands: values can be read and changed, held gradients still raise."""
@@ -82,17 +90,17 @@ class AttachedUnit:
 
     def absorb(self) -> TraceError | None:
         """What the user put in a parameter's place (`p.data = values`) goes into the flat buffer, or the error that forbids it."""
-        assert self.flats is not None
-        for seat in self.seats:
-            place = seat.view(self.flats[seat.flat_index])
+        pairs = list(zip(self.seats, self._places(), strict=True))
+        for seat, place in pairs:
             if seat.param.shape != place.shape:
                 return TraceError(
                     f"{seat.name!r} was given shape {tuple(seat.param.shape)}, but the engine laid it out as {tuple(place.shape)}: nothing of unit "
                     f"{self.unit.name!r} is changed. Give it values of its own shape, or change the model before infinity.initialize"
                 )
         with torch.no_grad():
-            for seat in self.seats:
-                seat.absorb(self.flats[seat.flat_index])
+            for seat, place in pairs:
+                if seat.param.data_ptr() != place.data_ptr():
+                    place.copy_(seat.param)
         return None
 
     def is_modified(self) -> bool:
@@ -119,7 +127,7 @@ class AttachedUnit:
         self.flats = None
         for seat in self.seats:
             seat.param.__class__ = seat.plain_class
-            seat.param.data = seat.view(flats[seat.flat_index]).to(device, copy=True)
+            seat.param.data = seat.slot.view(flats[seat.flat_index]).to(device, copy=True)
             del seat.param.__dict__["_infinity_seat"]
 
     def _count_versions(self) -> int:

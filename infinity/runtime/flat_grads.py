@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
+from infinity.runtime.cutter import Cutter
 from infinity.runtime.parameter import Seat
 from infinity.runtime.residency import Residency
 from infinity.runtime.units import Unit
+from infinity.sharding.layout import Interval
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A flat gradient that has begun to fill."""
+
+    flat: Tensor
+    places: list[Tensor]
+    present: set[int] = field(default_factory=set)
 
 
 class FlatGrads:
-    """The flat gradients that have begun to fill. No counting: a gradient comes in one piece, in several, late, or never."""
+    """The flat gradients of one unit. No counting: a gradient comes in one piece, in several, late, or never."""
 
-    def __init__(self, unit: Unit, residency: Residency) -> None:
-        self._unit, self._residency = unit, residency
-        self._filling: dict[int, tuple[Tensor, set[int]]] = {}
+    def __init__(self, unit: Unit, residency: Residency, cutters: Sequence[Cutter]) -> None:
+        self._unit, self._residency, self._cutters = unit, residency, cutters
+        self._filling: dict[int, _Filling] = {}
+        self._padding: list[list[Interval]] = [list(flat.gaps(range(len(flat.slots)))) for flat in unit.layout.flats]
 
     def arrive(self, seat: Seat, grad: Tensor) -> None:
         """Put one parameter's gradient into its place; what comes again before the hand-over is added, as autograd would."""
-        if seat.flat_index not in self._filling:
-            self._filling[seat.flat_index] = self._residency.grad_buffer(self._unit, seat.flat_index), set()
-        flat, present = self._filling[seat.flat_index]
-        place = seat.view(flat)
+        filling = self._filling.get(seat.flat_index) or self._begin(seat.flat_index)
+        place = filling.places[seat.slot_index]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        if seat.slot_index in present:
+        if seat.slot_index in filling.present:
             place.add_(grad)
         else:
             place.copy_(grad)
-            present.add(seat.slot_index)
+            filling.present.add(seat.slot_index)
         seat.is_held = True
+
+    def _begin(self, index: int) -> _Filling:
+        flat = self._residency.grad_buffer(self._unit, index)
+        filling = self._filling[index] = _Filling(flat, self._cutters[index].cut(flat))
+        return filling
 
     def hand_down(self) -> None:
         """Pass on what has arrived, zeros elsewhere. What comes later goes into a fresh buffer."""
         while self._filling:
-            index, (flat, present) = self._filling.popitem()
-            for gap in self._unit.layout.flats[index].gaps(present):
+            index, filling = self._filling.popitem()
+            layout, flat = self._unit.layout.flats[index], filling.flat
+            is_full = len(filling.present) == len(layout.slots)
+            for gap in self._padding[index] if is_full else layout.gaps(filling.present):
                 flat[gap.start : gap.stop].zero_()
-            self._residency.reduce(self._unit, index, flat, frozenset(present))
+            self._residency.reduce(self._unit, index, flat, frozenset(filling.present))
 
     def drop(self) -> None:
         """Forget what has arrived."""

@@ -49,10 +49,10 @@ class StateDicts:
         """Hook every module, since any of them can be asked. Returns the handles."""
         handles: list[Any] = []
         for module in self._model.modules():
-            handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
-            handles.append(module._register_state_dict_hook(self._after_state_dict))
-            handles.append(module._register_load_state_dict_pre_hook(self._before_load, with_module=True))
-            handles.append(module.register_load_state_dict_post_hook(self._after_load))
+            handles.append(module.register_state_dict_pre_hook(self._before_state_dict))  # type: ignore[no-untyped-call]
+            handles.append(module._register_state_dict_hook(self._after_state_dict))  # type: ignore[no-untyped-call]
+            handles.append(module._register_load_state_dict_pre_hook(self._before_load, with_module=True))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_post_hook(self._after_load))  # type: ignore[no-untyped-call]
         return handles
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -107,7 +107,8 @@ class Hooks:
         for unit in self._live.units:
             for seat in unit.seats:
                 if seat.trainable:
-                    self._handles.append(seat.param.register_post_accumulate_grad_hook(self._on_grad(unit, seat)))
+                    handle = seat.param.register_post_accumulate_grad_hook(self._on_grad(unit, seat))  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ class Hooks:
         """Have backward call `_begin` before it enters what made `out`."""
         for tensor in tensors_in(out):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda grad: self._begin(unit))
+                tensor.register_hook(lambda grad: self._begin(unit))  # type: ignore[no-untyped-call]
 
     def _check_nesting(self, site: Site) -> None:
         """Find calls that never ended (KeyboardInterrupt passes no hook), and callers in two threads."""
@@ -252,8 +253,7 @@ class Hooks:
             self._arm()
             grad = seat.take_grad()
             if grad is not None:
-                with torch.no_grad():
-                    unit.grads.arrive(seat, grad)
+                unit.grads.arrive(seat, grad.detach())  # with create_graph it has a graph of its own
 
         return arrived
 
@@ -349,7 +349,7 @@ class _Finish:
 
 def _hidden(hook: Callable[..., None]) -> Callable[..., None]:
     """A hook that torch.compile leaves alone."""
-    hidden: Callable[..., None] = torch._dynamo.disable(hook)
+    hidden: Callable[..., None] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
     return hidden
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,11 @@ def graph_task() -> int:
     """The backward pass that this thread is in, -1 outside of any."""
     task: int = torch._C._current_graph_task_id()
     return task
+
+
+def plain_tensors() -> AbstractContextManager[object]:
+    """Inside `torch.inference_mode`, step out of it: a parameter cannot be a view of an inference tensor."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 class LiveUnits:
@@ -53,7 +59,7 @@ class LiveUnits:
         if unit.flats is None:
             self.release_idle(beside=unit)
             unit.check_trainable()
-            with torch.inference_mode(False), torch.no_grad():
+            with plain_tensors():
                 unit.rise(self.residency.fetch(unit.unit))
             self._live[unit] = None
             self.storages.add(unit)
@@ -80,7 +86,7 @@ class LiveUnits:
         self.storages.remove(unit)
         is_modified, is_writable, unit.is_writable = unit.is_modified(), unit.is_writable, False
         misfit = unit.absorb() if is_writable else None
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors():
             unit.rest()
             if is_writable and misfit is None:
                 self.residency.commit(unit.unit, flats)
@@ -98,9 +104,8 @@ class LiveUnits:
 
     def hand_down(self) -> None:
         """Backward is over: every gradient that has arrived goes down."""
-        with torch.no_grad():
-            for unit in self.units:
-                unit.grads.hand_down()
+        for unit in self.units:
+            unit.grads.hand_down()
 
     def with_params(self, params: Iterable[nn.Parameter]) -> list[AttachedUnit]:
         """The units that own any of `params`."""

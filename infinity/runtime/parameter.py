@@ -31,7 +31,6 @@ class Seat:
     ) -> None:
         self.name, self.param = name, param
         self.flat_index, self.slot_index, self.slot = flat_index, slot_index, flat.slots[slot_index]
-        self.offset, self.stride = self.slot.start, _contiguous_stride(self.slot.shape)
         self.trainable = flat.trainable
         self.placeholder = placeholder(self.slot, flat.dtype, device)
         self.wake_up, self.guard = wake_up, guard
@@ -44,34 +43,24 @@ class Seat:
         self.param.data = self.placeholder
         self.param.__class__ = GuardedParameter if self.guard else RestingParameter
 
-    def rise(self, flat: Tensor) -> None:
-        """Become a view of the unit's live flat buffer."""
+    def rise(self, place: Tensor) -> None:
+        """Become live: `place` is this parameter's view of the unit's flat buffer."""
         self.param.__class__ = self.plain_class
-        if self.slot.is_complex:
-            self.param.data = self.slot.view(flat)
-        else:
-            self.param.data = flat.as_strided(self.slot.shape, self.stride, flat.storage_offset() + self.offset)
+        self.param.data = place
 
     def show(self) -> None:
         """While a live parameter is in the user's hands: values are readable, a gradient that the engine holds still is not."""
         self.param.__class__ = RestingParameter
 
-    def absorb(self, flat: Tensor) -> None:
-        """Copy values that were put in the place of the view back into the flat buffer."""
-        place = self.view(flat)
-        if self.param.data_ptr() != place.data_ptr():
-            place.copy_(self.param)
-
-    def view(self, flat: Tensor) -> Tensor:
-        """This parameter's run of a flat tensor, in the parameter's shape and dtype."""
-        return self.slot.view(flat)
-
     def take_grad(self) -> Tensor | None:
         """The gradient that autograd has just left on the parameter, which loses it."""
+        if type(self.param) is self.plain_class:
+            grad: Tensor | None = self.param.grad
+            self.param.grad = None
+            return grad
         with torch._C.DisableTorchFunctionSubclass():
-            grad: Tensor | None = _Grad.__get__(self.param)
-            if grad is not None:
-                _Grad.__set__(self.param, None)
+            grad = _Grad.__get__(self.param)
+            _Grad.__set__(self.param, None)
         return grad
 
 
@@ -172,14 +161,6 @@ def _operation(func: Any) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return "." + str(getattr(getattr(func, "__self__", None), "__name__", "attribute"))
     return str(name)
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 _ATTRIBUTES = (

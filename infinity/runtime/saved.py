@@ -112,7 +112,10 @@ class SavedTensors:
             )
         flat = self._fetch(at.unit)[at.flat]
         offset = int(flat.storage_offset()) * flat.itemsize // at.dtype.itemsize + at.offset
-        tensor = torch.empty(0, dtype=at.dtype, device=flat.device).set_(flat.untyped_storage(), offset, at.shape, at.stride)
+        if at.dtype is flat.dtype:
+            tensor = flat.as_strided(at.shape, at.stride, offset)
+        else:
+            tensor = torch.empty(0, dtype=at.dtype, device=flat.device).set_(flat.untyped_storage(), offset, at.shape, at.stride)
         if at.is_conj:
             tensor = tensor.conj()
         return tensor._neg_view() if at.is_neg else tensor

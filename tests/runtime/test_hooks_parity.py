@@ -234,9 +234,8 @@ def test_two_towers():
 
 
 def test_recurrent_layers():
-    check_parity(
-        lambda: nn.ModuleDict({"rnn": nn.LSTM(8, 8, num_layers=2), "out": nn.Linear(8, 2)}), lambda m: m["out"](m["rnn"](X.view(2, 3, 8))[0]).pow(2).sum()
-    )
+    build = lambda: nn.ModuleDict({"rnn": nn.LSTM(8, 8, num_layers=2), "out": nn.Linear(8, 2)})  # noqa: E731
+    check_parity(build, lambda m: m["out"](m["rnn"](X.view(2, 3, 8))[0]).pow(2).sum())
 
 
 def test_attention_that_reads_its_childs_weights():
