@@ -14,7 +14,7 @@ BENCHES = $(filter-out bench/adapter.py bench/common.py bench/_%,$(wildcard benc
 
 train: $(INSTALLED)
 	mkdir -p runs/nvme
-	$(BIN)/python tools/cgroup.py --limit 512MiB -- $(BIN)/infinity train examples/tiny.toml
+	$(BIN)/python tools/cgroup.py --limit 576MiB -- $(BIN)/infinity train examples/tiny.toml
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow"
