@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,13 +100,14 @@ class Bench:
 
     def ceiling(self) -> Step | None:
         """None where the loop cannot be compiled."""
-        library = Path(tempfile.mkdtemp()) / "traffic.so"
         source = Path(__file__).with_name("traffic.c")
-        try:
-            subprocess.run(["cc", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        traffic = ctypes.CDLL(str(library)).traffic
+        with tempfile.TemporaryDirectory() as directory:
+            library = f"{directory}/traffic.so"
+            try:
+                subprocess.run(["cc", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", str(source), "-o", library], check=True)
+            except (OSError, subprocess.CalledProcessError):
+                return None
+            traffic = ctypes.CDLL(library).traffic
         p, m, v = self.state()
         arguments = [ctypes.c_void_p(x.data_ptr()) for x in (p, self.grad, m, v)] + [ctypes.c_size_t(self.numel)]
 
@@ -137,7 +139,7 @@ def ratio(times: dict[str, list[float]], fast: str, slow: str) -> float | None:
     return statistics.median(b / a for a, b in zip(times[fast], times[slow], strict=True))
 
 
-def measure(params_m: float, rounds: int, warmup: int) -> dict[str, object]:
+def measure(params_m: float, rounds: int, warmup: int) -> dict[str, Any]:
     bench = Bench(int(params_m * (1 << 20)))
     times = interleave({name: step for name, (_, step) in bench.steps.items()}, rounds, warmup)
     rows = {
@@ -158,13 +160,13 @@ def measure(params_m: float, rounds: int, warmup: int) -> dict[str, object]:
     return {"params_m": params_m, "rounds": rounds, "contenders": rows, "ratios": {k: v for k, v in ratios.items() if v is not None}}
 
 
-def print_table(result: dict[str, object]) -> None:
+def print_table(result: dict[str, Any]) -> None:
     print(f"{result['params_m']} Mi parameters, {result['rounds']} rounds, {torch.get_num_threads()} threads")
-    for name, row in result["contenders"].items():  # type: ignore[attr-defined]
+    for name, row in result["contenders"].items():
         seconds = row["seconds"]
         spread = f"{seconds['median']:.4f} s ({seconds['min']:.4f} to {seconds['max']:.4f})"
         print(f"  {name:32} {row['gparam_s']:7.3f} Gparam/s {row['gbyte_s']:7.1f} GB/s   {spread}")
-    for name, value in result["ratios"].items():  # type: ignore[attr-defined]
+    for name, value in result["ratios"].items():
         print(f"  {name:50} {value:.3f}x")
 
 

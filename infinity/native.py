@@ -210,7 +210,8 @@ class Mapping:
         place = ffi.new("void **")
         _check(lib.inf_memory_map(nbytes, threads, place), f"mapping {nbytes} bytes")
         address = place[0]
-        owner = ffi.gc(address, lambda pointer: lib.inf_memory_unmap(pointer, nbytes))
+        unmap = lib.inf_memory_unmap  # held here: at exit the module's names may be gone first
+        owner = ffi.gc(address, lambda pointer: unmap(pointer, nbytes))
         self.nbytes = nbytes
         self.address = int(ffi.cast("uintptr_t", address))
         self.buffer = ffi.buffer(owner, nbytes)  # holds `owner`
