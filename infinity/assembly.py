@@ -152,13 +152,14 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             states=states,
             clock=ComputeClock(timeline, device),
         )
-        live_bytes = next(item.nbytes for item in plan.working if item.name == "live units")
+        working = {item.name: item.nbytes for item in plan.working}
         scheduler = Scheduler(
             units,
             movers,
             device,
             chunk_numel=plan.chunk_numel,
-            budget_bytes=live_bytes,
+            budget_bytes=working["live units"],
+            grad_bytes=working["gradients in flight"],
             prefetch_units=config.prefetch.units,
             deadline_s=deadline_s,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,17 @@ class Move:
     """The last step's use of the chunk."""
     landed: Callable[[], None]
     """Told once nothing reads `source` any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A whole flat gradient that is under way to where it rests, as the first of its step: only its sums of squares are missing."""
+
+    chunks: tuple[Chunk, ...]
+    rest: Tensor
+    """[flat numel] of the gradient's dtype, in CPU memory."""
+    arrived: Work
+    landed: Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +96,7 @@ class GradMover:
         self._addends = Ring(slabs.take, count=RING_COUNT, nbytes=addends)
         self._totals = Ring(slabs.take, count=RING_COUNT, nbytes=totals)
         self._written: dict[Chunk, Work] = {}
-        self._pending: deque[Move] = deque()
+        self._pending: deque[Move | Arrival] = deque()
         self._unfinished = 0
         self._failure: BaseException | None = None
         self._closing = False
@@ -98,7 +109,7 @@ class GradMover:
         """CPU memory held beside the gradients at rest."""
         return self._addends.nbytes + self._totals.nbytes
 
-    def push(self, moves: list[Move]) -> None:
+    def push(self, moves: Sequence[Move | Arrival]) -> None:
         """Start landing `moves`, in order. Raises what the thread died of."""
         with self._changed:
             self.check()
@@ -127,6 +138,15 @@ class GradMover:
         self.wait_landed()
         join(self._written.values()).wait()
 
+    def download(self, source: Tensor, ready: torch.cuda.Event | None, target: Tensor) -> Work:
+        """Start to bring `source` down once `ready` has happened."""
+        if self._side_stream is None or ready is None:
+            return self._copies.download(source, target)
+        with torch.cuda.stream(self._side_stream):
+            # Not after all that compute has queued by now, only after the gradient itself.
+            self._side_stream.wait_event(ready)
+            return self._copies.download(source, target)
+
     def clear(self) -> None:
         """Forget the sums, after `wait_landed()`. Writes under way go on, and the next write of a chunk comes after them."""
         self.sumsq = {}
@@ -144,15 +164,17 @@ class GradMover:
     # The thread.
 
     def _run(self) -> None:
-        under_way: deque[_Landing] = deque()
+        under_way: deque[_Landing | Arrival] = deque()
         begun: Move | None = None
         try:
             while True:
                 move = self._next(under_way)
-                if move is not None:
+                if isinstance(move, Move):
                     begun = move
                     under_way.append(self._start(move))
                     begun = None
+                elif move is not None:
+                    under_way.append(move)
                 elif under_way:
                     self._finish(under_way[0])
                     under_way.popleft()
@@ -160,16 +182,18 @@ class GradMover:
                     break
             join(self._written.values()).wait()
         except BaseException as error:
-            self._fail(error, [landing.move for landing in under_way] + ([begun] if begun is not None else []))
+            lost = [item.move if isinstance(item, _Landing) else item for item in under_way]
+            self._fail(error, lost + ([begun] if begun is not None else []))
 
-    def _next(self, under_way: deque[_Landing]) -> Move | None:
+    def _next(self, under_way: deque[_Landing | Arrival]) -> Move | Arrival | None:
         """The next move to start; None when one has to be finished first, or when there is nothing more to do at all."""
         with self._changed:
             while not (self._pending or under_way or self._closing):
                 self._changed.wait()
             if not self._pending or len(under_way) == LOOKAHEAD:
                 return None
-            if any(landing.move.chunk is self._pending[0].chunk for landing in under_way):
+            first = self._pending[0]
+            if isinstance(first, Move) and any(first.chunk in _chunks_of(item) for item in under_way):
                 return None  # its sum is what this one adds to
             return self._pending.popleft()
 
@@ -180,12 +204,12 @@ class GradMover:
         move.guard.wait()
         total, total_loan, fetched = self._begin_total(move)
         if move.is_first and chunk.grad_dtype == chunk.dtype:
-            return _Landing(move, total, None, total_loan, None, self._download(move, total))
+            return _Landing(move, total, None, total_loan, None, self.download(move.source, move.ready, total))
         if self._side_stream is None:
             return _Landing(move, total, move.source, total_loan, None, fetched)
         addend_loan = self._addends.take()
         addend = typed(addend_loan, chunk.dtype, chunk.numel)
-        return _Landing(move, total, addend, total_loan, addend_loan, join((fetched, self._download(move, addend))))
+        return _Landing(move, total, addend, total_loan, addend_loan, join((fetched, self.download(move.source, move.ready, addend))))
 
     def _begin_total(self, move: Move) -> tuple[Tensor, Tensor | None, Work]:
         """Where the sum is, the ring buffer if it is one, and the read that brings the sum so far."""
@@ -198,16 +222,21 @@ class GradMover:
         fetched = COMPLETED if move.is_first else self._store.fetch(key, total.view(torch.uint8))
         return total, loan, fetched
 
-    def _download(self, move: Move, target: Tensor) -> Work:
-        assert move.source is not None
-        if self._side_stream is None or move.ready is None:
-            return self._copies.download(move.source, target)
-        with torch.cuda.stream(self._side_stream):
-            # Not after all that compute has queued by now, only after the gradient itself.
-            self._side_stream.wait_event(move.ready)
-            return self._copies.download(move.source, target)
+    def _finish(self, item: _Landing | Arrival) -> None:
+        sums = self._settle(item) if isinstance(item, Arrival) else self._land(item)
+        with self._changed:
+            self.sumsq.update(sums)
+            self._unfinished -= 1
+            self._changed.notify_all()
 
-    def _finish(self, landing: _Landing) -> None:
+    def _settle(self, arrival: Arrival) -> dict[Chunk, float]:
+        """A flat gradient is where it rests: chunk by chunk, so that the norm does not depend on the way it came."""
+        arrival.arrived.wait()
+        arrival.landed()
+        with self._timeline.span(Lane.ADAM, "gradient norm", arrival.rest.nbytes):
+            return {chunk: native.sum_of_squares(self._pool, arrival.rest[chunk.interval.start : chunk.interval.stop]) for chunk in arrival.chunks}
+
+    def _land(self, landing: _Landing) -> dict[Chunk, float]:
         """Add up, and write the sum to where it rests."""
         move, key = landing.move, landing.move.chunk.key(Group.GRAD)
         landing.arrived.wait()
@@ -221,10 +250,7 @@ class GradMover:
             self._written[move.chunk] = write
         move.source = landing.addend = None
         move.landed()
-        with self._changed:
-            self.sumsq[move.chunk] = sumsq
-            self._unfinished -= 1
-            self._changed.notify_all()
+        return {move.chunk: sumsq}
 
     def _add_up(self, landing: _Landing) -> float:
         """The sum of squares of the new sum."""
@@ -235,7 +261,7 @@ class GradMover:
             return native.sum_of_squares(self._pool, landing.total)
         return native.accumulate(self._pool, landing.total, landing.addend)
 
-    def _fail(self, error: BaseException, under_way: list[Move]) -> None:
+    def _fail(self, error: BaseException, under_way: list[Move | Arrival]) -> None:
         """Everybody who waits hears of it; nobody waits for memory that would come from moves that never happen."""
         with self._changed:
             self._failure = error
@@ -244,7 +270,7 @@ class GradMover:
         for move in under_way + dropped:
             move.landed()
 
-    def _drop_pending(self) -> list[Move]:
+    def _drop_pending(self) -> list[Move | Arrival]:
         dropped = list(self._pending)
         self._pending.clear()
         self._unfinished -= len(dropped)
@@ -262,6 +288,10 @@ class GradMover:
             if tier is Tier.NVME:
                 totals = max(totals, chunk.numel * chunk.grad_dtype.itemsize)
         return addends, totals
+
+
+def _chunks_of(item: _Landing | Arrival) -> tuple[Chunk, ...]:
+    return item.chunks if isinstance(item, Arrival) else (item.move.chunk,)
 
 
 def typed(buffer: Tensor, dtype: torch.dtype, numel: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from infinity import native
 from infinity.kinds import Group, Tier
 from infinity.optim.chunks import Chunk, FlatKey
-from infinity.optim.grad_mover import GradMover, Move, typed
+from infinity.optim.grad_mover import Arrival, GradMover, Move, typed
 from infinity.optim.promise import Promise
 from infinity.storage.copies import Copies
 from infinity.storage.slabs import SlabPool
@@ -99,19 +99,54 @@ class Grads:
         step still reads a chunk in HBM. Raises what landing an earlier gradient raised.
         """
         self._mover.check()
-        moves: list[Move] = []
         count = _Countdown(on_release)
         with self._lock:
             self.arrivals += 1
             self._present[unit, flat] = self._present.get((unit, flat), frozenset()) | present
-            for chunk in self._by_flat[unit, flat]:
-                if chunk.meets(present):
-                    source = grad[chunk.interval.start : chunk.interval.stop]
-                    guard: Work = self._guards.get(chunk, COMPLETED)
-                    moves.append(Move(chunk, source, None, chunk not in self._begun, guard, count.down))
-                    self._begun.add(chunk)
-            far = [move for move in moves if not self._land_in_hbm(move)]
-            self._send(far, count)
+            chunks = [chunk for chunk in self._by_flat[unit, flat] if chunk.meets(present)]
+            ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+            rest = self._fresh_rest(unit, flat)
+            if rest is not None and len(chunks) == len(self._by_flat[unit, flat]):
+                self._send_whole(chunks, grad, rest, ready, count)
+            else:
+                self._send_chunks(chunks, grad, ready, count)
+            self._begun.update(chunks)
+
+    def in_place(self, unit: int, flat: int) -> Tensor | None:
+        """[flat.numel]: the resting memory itself, where the coming gradient may be computed; None where it is elsewhere or in use."""
+        with self._lock:
+            rest = self._fresh_rest(unit, flat)
+        return rest if rest is not None and rest.device == self._device else None
+
+    def _fresh_rest(self, unit: int, flat: int) -> Tensor | None:
+        """Where a flat's gradients rest, if that is one tensor of their own dtype that holds nothing of this step and that nobody reads."""
+        chunks = self._by_flat[unit, flat]
+        rest = self._store.whole(unit, flat, Group.GRAD)
+        if rest is None or chunks[0].grad_dtype != chunks[0].dtype:
+            return None
+        is_free = all(chunk not in self._begun and self._guards.get(chunk, COMPLETED).is_completed() for chunk in chunks)
+        return rest.view(chunks[0].dtype) if is_free else None
+
+    def _send_whole(self, chunks: list[Chunk], grad: Tensor, rest: Tensor, ready: torch.cuda.Event | None, count: _Countdown) -> None:
+        """Everything in one copy, or none where the gradient was computed in place."""
+        is_there = grad.data_ptr() == rest.data_ptr()
+        if rest.device.type != "cpu":
+            if not is_there:
+                rest.copy_(grad)
+            count.start(0)
+            return
+        count.start(1)
+        arrived = COMPLETED if is_there else self._mover.download(grad, ready, rest)
+        self._mover.push([Arrival(tuple(chunks), rest, arrived, count.down)])
+
+    def _send_chunks(self, chunks: list[Chunk], grad: Tensor, ready: torch.cuda.Event | None, count: _Countdown) -> None:
+        moves = []
+        for chunk in chunks:
+            source = grad[chunk.interval.start : chunk.interval.stop]
+            moves.append(Move(chunk, source, ready, chunk not in self._begun, self._guards.get(chunk, COMPLETED), count.down))
+        far = [move for move in moves if not self._land_in_hbm(move)]
+        count.start(len(far))
+        self._mover.push(far)
 
     def _land_in_hbm(self, move: Move) -> bool:
         """Add up on the current stream, if that is where the chunk rests."""
@@ -126,15 +161,6 @@ class Grads:
         else:
             total.add_(move.source)
         return True
-
-    def _send(self, moves: list[Move], count: _Countdown) -> None:
-        count.start(len(moves))
-        if not moves:
-            return
-        ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-        for move in moves:
-            move.ready = ready
-        self._mover.push(moves)
 
     def present(self, unit: int, flat: int) -> frozenset[int]:
         """The slots of a flat that got a gradient since the last step."""

@@ -88,10 +88,9 @@ class Plan:
             Lane.DOWNLOAD: self.rates.upload,
         }
         times = {lane: self.traffic.get(lane, 0) / rate for lane, rate in rates.items() if rate}
-        if self.rates.adam:
-            times[Lane.ADAM] = (
-                sum(spec.nbytes for spec in self.specs if spec.key.group is Group.OPTIMIZER) / len(OPTIMIZER_STATES) / STATE_BYTES / self.rates.adam
-            )
+        on_cpu = sum(spec.nbytes for spec in self.specs if spec.key.group is Group.OPTIMIZER and spec.tier is not Tier.HBM)
+        if self.rates.adam and on_cpu:
+            times[Lane.ADAM] = on_cpu / len(OPTIMIZER_STATES) / STATE_BYTES / self.rates.adam
         return times
 
     def render(self) -> str:
@@ -124,15 +123,17 @@ def make_plan(
     """
     hbm_limit = (hbm_free // 2 if wish.hbm_limit is None else wish.hbm_limit) if device.type == "cuda" else 0
     cpu_limit = cpu_available * 4 // 5 if wish.cpu_limit is None else wish.cpu_limit
-    chunk_numel = _fit_chunk(layouts, wish, cpu_limit)
-    working = tuple(_working(layouts, wish, device, chunk_numel, root))
+    all_hbm = _all_fits_in_hbm(layouts, wish, device, hbm_limit, root)
+    chunk_numel = _longest(layouts) if all_hbm else _fit_chunk(layouts, wish, cpu_limit)
+    working = tuple(_working(layouts, wish, device, chunk_numel, root, all_hbm))
     room = {Tier.HBM: hbm_limit, Tier.CPU: cpu_limit}
     for tier, limit in room.items():
         needed = sum(item.nbytes for item in working if item.tier is tier)
         if needed > limit and (limit or tier is Tier.CPU or device.type == "cuda"):
             parts = ", ".join(f"{item.name} {format_bytes(item.nbytes)}" for item in working if item.tier is tier)
             raise CapacityError(
-                f"budgets.{tier.value} = {format_bytes(limit)} is below the minimum of {needed} bytes ({format_bytes(needed)}) that training needs at hand: {parts}. "
+                f"budgets.{tier.value} = {format_bytes(limit)} is below the minimum of {needed} bytes ({format_bytes(needed)}) "
+                f"that training needs at hand: {parts}. "
                 f"Raise budgets.{tier.value}, lower prefetch.units, or name smaller units in units.classes."
             )
         room[tier] = limit - needed
@@ -167,17 +168,34 @@ def chunk_spec(layout: UnitLayout, flat: FlatLayout, key: ChunkKey, interval: In
     return ChunkSpec(key=key, nbytes=sum(part.numel * part.dtype.itemsize for part in parts), tier=tier, parts=parts)
 
 
+def _longest(layouts: Sequence[UnitLayout]) -> int:
+    """Elements of the largest shard of a flat buffer."""
+    return max((flat.shard_numel for layout in layouts for flat in layout.flats), default=CHUNK_GRANULE)
+
+
+def _all_fits_in_hbm(layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, hbm_limit: int, root: int | None) -> bool:
+    """Nothing has to move: chunks may be whole flat buffers, which take the fewest launches, and nothing is staged."""
+    if device.type != "cuda" or not {wish.param, wish.grad, wish.optimizer} <= {None, Tier.HBM}:
+        return False
+    working = _working(layouts, wish, device, _longest(layouts), root, all_hbm=True)
+    resting = sum(
+        flat.shard_numel * sum(_element_bytes(flat, group, wish) for group in (Group if flat.trainable else (Group.PARAM,)))
+        for layout in layouts
+        for flat in layout.flats
+    )
+    return resting + sum(item.nbytes for item in working if item.tier is Tier.HBM) <= hbm_limit
+
+
 def _fit_chunk(layouts: Sequence[UnitLayout], wish: Wish, cpu_limit: int) -> int:
     """The wished chunk, halved until the rings take at most a quarter of the cpu budget."""
-    largest = max((flat.shard_numel for layout in layouts for flat in layout.flats), default=CHUNK_GRANULE)
-    numel = align_up(min(wish.chunk_numel, largest), CHUNK_GRANULE)
+    numel = align_up(min(wish.chunk_numel, _longest(layouts)), CHUNK_GRANULE)
     per_element = RING * (len(OPTIMIZER_STATES) * STATE_BYTES + 2 * STATE_BYTES)
     while numel > 16 * CHUNK_GRANULE and numel * per_element > cpu_limit // 4:
         numel = align_up(numel // 2, CHUNK_GRANULE)
     return numel
 
 
-def _working(layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, chunk_numel: int, root: int | None) -> Iterator[Working]:
+def _working(layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, chunk_numel: int, root: int | None, all_hbm: bool) -> Iterator[Working]:
     compute = Tier.HBM if device.type == "cuda" else Tier.CPU
     blocks = sorted((layout.nbytes for layout in layouts if layout.index != root), reverse=True)
     grads = sorted((_grad_bytes(layout) for layout in layouts if layout.index != root), reverse=True)
@@ -186,6 +204,10 @@ def _working(layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, ch
     yield Working(name="live units", tier=compute, nbytes=always + sum(blocks[: wish.prefetch_units + 2]))
     yield Working(name="gradients in flight", tier=compute, nbytes=always_grads + sum(grads[:2]))
     chunk_bytes = chunk_numel * STATE_BYTES
+    if device.type == "cuda":
+        yield Working(name="fp32 gradient of a chunk", tier=Tier.HBM, nbytes=chunk_bytes)
+    if all_hbm:
+        return
     yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=RING * len(OPTIMIZER_STATES) * chunk_bytes)
     yield Working(name="parameter ring", tier=Tier.CPU, nbytes=RING * chunk_bytes)
     yield Working(name="gradient ring", tier=Tier.CPU, nbytes=RING * chunk_bytes)
@@ -256,7 +278,8 @@ def _choose(group: Group, nbytes: int, pinned: Tier | None, allowed: Sequence[Ti
     if pinned is None:
         return Tier.NVME
     raise CapacityError(
-        f"placement.{group.value} = {pinned.value!r} does not fit: budgets.{pinned.value} is short by at least {format_bytes(nbytes - room[pinned])}. "
+        f"placement.{group.value} = {pinned.value!r} does not fit: "
+        f"budgets.{pinned.value} is short by at least {format_bytes(nbytes - room[pinned])}. "
         f'Raise budgets.{pinned.value} or let placement.{group.value} be "auto".'
     )
 

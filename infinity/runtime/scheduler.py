@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from infinity.runtime.trace import Trace
 from infinity.runtime.units import Unit
 from infinity.sharding.layout import Interval
 from infinity.sizes import format_bytes
+from infinity.storage.budget import Budget
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
@@ -61,6 +63,7 @@ class Scheduler:
         *,
         chunk_numel: int,
         budget_bytes: int,
+        grad_bytes: int,
         prefetch_units: int,
         deadline_s: float,
     ) -> None:
@@ -68,6 +71,10 @@ class Scheduler:
         self._chunks = {unit.layout.index: [flat.chunks(chunk_numel) for flat in unit.layout.flats] for unit in units}
         self._movers, self._device, self._cuda = movers, device, device.type == "cuda"
         self._budget_bytes, self._prefetch_units, self._deadline_s = budget_bytes, prefetch_units, deadline_s
+        self._grad_budget = Budget(Tier.HBM if self._cuda else Tier.CPU, grad_bytes)
+        self._lent_grads: set[int] = set()
+        """Addresses of gradient buffers that are being filled."""
+        self._wholes = {unit.layout.index: self._find_wholes(unit) for unit in units}
         self._trace = Trace()
         self._fetches: dict[int, Fetch] = {}
         self._queue: deque[Fetch] = deque()
@@ -122,7 +129,9 @@ class Scheduler:
         """The hooks dropped their references; the current stream is the last that reads the buffers."""
         with self._changed:
             fetch = self._fetches.pop(unit.layout.index)
-            if self._cuda:
+            if self._cuda and fetch.nbytes:
+                for flat in fetch.flats:
+                    flat.record_stream(torch.cuda.current_stream())  # views that outlive the release may still be read by it
                 event = torch.cuda.Event()
                 event.record()
                 self._retired.append(Retired(fetch, event))
@@ -132,12 +141,25 @@ class Scheduler:
 
     def grad_buffer(self, unit: Unit, flat: int) -> Tensor:
         """A fresh buffer for a full flat gradient on the compute device, contents undefined."""
+        rest = self._movers.grads.in_place(unit.layout.index, flat)
+        if rest is not None:
+            return rest
         layout = unit.layout.flats[flat]
-        return self._allocate(layout.numel, layout.dtype)
+        self._grad_budget.take(layout.nbytes, f"the gradient of {unit.name}", self._deadline_s)
+        if self._cuda:
+            buffer = torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
+        else:
+            buffer = self._movers.slabs.take(layout.nbytes).view(layout.dtype)
+        self._lent_grads.add(buffer.data_ptr())
+        return buffer
 
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
-        """A full flat gradient goes to rest; ownership passes. Never waits for a disk unless the staging is full."""
-        self._movers.grads.arrive(unit.layout.index, flat, grad, present)
+        """A full flat gradient goes to rest; ownership passes. Does not wait for it."""
+        if grad.data_ptr() in self._lent_grads:
+            self._lent_grads.remove(grad.data_ptr())
+            self._movers.grads.arrive(unit.layout.index, flat, grad, present, on_release=partial(self._grad_budget.give, grad.nbytes))
+        else:
+            self._movers.grads.arrive(unit.layout.index, flat, grad, present)
 
     def drop_grads(self) -> None:
         """Forget every gradient that came down since the last step."""
@@ -225,10 +247,20 @@ class Scheduler:
 
     def _request(self, index: int) -> Fetch:
         unit = self._units[index]
-        fetch = Fetch(index, unit.name, unit.layout.nbytes)
+        wholes = self._wholes[index]
+        nbytes = sum(flat.nbytes for flat, whole in zip(unit.layout.flats, wholes, strict=True) if whole is None or whole.device != self._device)
+        fetch = Fetch(index, unit.name, nbytes)
         self._fetches[index] = fetch
-        self._queue.append(fetch)
+        if nbytes:
+            self._queue.append(fetch)
+        else:
+            self._begin(fetch)
         return fetch
+
+    def _find_wholes(self, unit: Unit) -> list[Tensor | None]:
+        """Per flat: the parameters at rest as one tensor, where they are one."""
+        wholes = [self._movers.store.whole(unit.layout.index, f, Group.PARAM) for f in range(len(unit.layout.flats))]
+        return [None if whole is None else whole.view(flat.dtype) for whole, flat in zip(wholes, unit.layout.flats, strict=True)]
 
     def _move(self) -> None:
         while True:
@@ -260,7 +292,7 @@ class Scheduler:
 
     def _make_room(self, fetch: Fetch) -> bool:
         """Give up what was fetched ahead, last asked first; then wait for buffers that the stream still reads."""
-        begun = [other for other in self._fetches.values() if not other.attached and other not in self._queue]
+        begun = [other for other in self._fetches.values() if not other.attached and other.nbytes and other not in self._queue]
         for other in reversed(begun):
             if other.has_landed():
                 self._give_up(other)
@@ -279,7 +311,8 @@ class Scheduler:
             fetch.fail(
                 CapacityError(
                     f"unit {fetch.name!r} needs {format_bytes(fetch.nbytes)}, but the live units hold {format_bytes(self._used_bytes)} of the "
-                    f"{format_bytes(self._budget_bytes)} set aside for them ({live}). Raise budgets.{tier.value}, or name smaller units in units.classes."
+                    f"{format_bytes(self._budget_bytes)} set aside for them ({live}). "
+                    f"Raise budgets.{tier.value}, or name smaller units in units.classes."
                 )
             )
             self._queue.remove(fetch)
@@ -297,12 +330,21 @@ class Scheduler:
                 self._used_bytes -= fetch.nbytes
 
     def _begin(self, fetch: Fetch) -> None:
-        """Allocate the unit's buffers and start every chunk towards them."""
+        """Allocate the unit's buffers and start everything towards them. What rests where it is used is used in place."""
         unit = self._units[fetch.index]
-        fetch.flats = [self._allocate(flat.numel, flat.dtype) for flat in unit.layout.flats]
-        for f, flat in enumerate(fetch.flats):
+        for f, flat in enumerate(unit.layout.flats):
+            whole = self._wholes[fetch.index][f]
+            if whole is not None and whole.device == self._device:
+                fetch.flats.append(whole)
+                continue
+            target = self._allocate(flat.numel, flat.dtype)
+            fetch.flats.append(target)
+            if whole is not None:
+                fetch.expect(1)
+                fetch.started(self._movers.copies.upload(whole, target, unit.name))
+                continue
             for c, interval in enumerate(self._chunks[fetch.index][f]):
-                self._start(fetch, _param_key(fetch.index, f, c), _bytes_of(flat, interval))
+                self._start(fetch, _param_key(fetch.index, f, c), _bytes_of(target, interval))
         fetch.started()
 
     def _start(self, fetch: Fetch, key: ChunkKey, target: Tensor) -> None:
@@ -340,8 +382,10 @@ class Scheduler:
             before = (upload, item.staged)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A unit's buffer. In HBM from the upload stream's pool: memory that compute has freed may still be in use by what it queued."""
         if self._cuda:
-            return torch.empty(numel, dtype=dtype, device=self._device)
+            with torch.cuda.stream(self._movers.copies.upload_stream):
+                return torch.empty(numel, dtype=dtype, device=self._device)
         return self._movers.slabs.take(numel * dtype.itemsize).view(dtype)
 
 

@@ -56,6 +56,15 @@ class ChunkSpec:
         return align_up(self.nbytes, SECTOR_BYTES)
 
 
+FlatGroup = tuple[int, int, Group]
+"""One group of states of one flat buffer: (unit, flat, group)."""
+
+
+def flat_group_of(key: ChunkKey) -> FlatGroup:
+    """What the chunk is a piece of."""
+    return key.unit, key.flat, key.group
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as uint8 [nbytes], the same memory."""
     assert tensor.is_contiguous(), "only contiguous tensors are moved"

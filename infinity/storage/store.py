@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.kinds import Group, Tier
-from infinity.storage.chunks import ChunkKey, ChunkSpec, Part
+from infinity.storage.chunks import ChunkKey, ChunkSpec, FlatGroup, Part, flat_group_of
 from infinity.storage.copies import Copies
 from infinity.storage.lock import RunLock
 from infinity.storage.manifest import Manifest, manifest_name, sync_directory
@@ -75,6 +76,7 @@ class Store:
         self._memory = {tier: MemoryTier(tier, pools, copies) for tier in (Tier.HBM, Tier.CPU)}
         self._locks: dict[Path, RunLock] = {}
         self._specs: dict[ChunkKey, ChunkSpec] = {}
+        self._num_chunks: Counter[FlatGroup] = Counter()
         self._units: tuple[str, ...] = ()
         self._manifest: Manifest | None = None
         """The last published one, as it is on disk."""
@@ -132,6 +134,12 @@ class Store:
     def resident(self, key: ChunkKey) -> torch.Tensor | None:
         """uint8 [nbytes] in CPU memory or HBM, the bytes themselves; None when the chunk is on NVMe."""
         return self._tier_of(key).resident(key)
+
+    def whole(self, unit: int, flat: int, group: Group) -> torch.Tensor | None:
+        """uint8: all of a flat buffer's chunks end to end, the bytes themselves; None unless all of them live in CPU memory, or all in HBM."""
+        num_chunks = self._num_chunks.get((unit, flat, group), 0)
+        found = (memory.whole((unit, flat, group), num_chunks) for memory in self._memory.values())
+        return next((memory for memory in found if memory is not None), None)
 
     def fetch(self, key: ChunkKey, into: torch.Tensor) -> Work:
         """Start reading the chunk into the head of `into`: for NVMe aligned CPU memory of at least the padded size.
@@ -204,6 +212,7 @@ class Store:
 
     def _remember(self, specs: Iterable[ChunkSpec], unit_names: Sequence[str]) -> None:
         self._specs = {spec.key: spec for spec in sorted(specs, key=lambda spec: spec.key)}
+        self._num_chunks = Counter(flat_group_of(key) for key in self._specs)
         self._units = tuple(unit_names)
 
     def _acquire_locks(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from infinity.errors import CapacityError
 from infinity.kinds import Group, Tier
 from infinity.sizes import format_bytes
-from infinity.storage.chunks import ChunkKey, ChunkSpec, as_bytes
+from infinity.storage.chunks import ChunkKey, ChunkSpec, FlatGroup, as_bytes, flat_group_of
 from infinity.storage.copies import Copies
 from infinity.storage.slabs import SlabPool
 from infinity.storage.work import COMPLETED, Work
@@ -62,19 +63,30 @@ class MemoryTier:
         self._copies = copies
         self._chunks: dict[ChunkKey, torch.Tensor] = {}
         self._nbytes: dict[ChunkKey, int] = {}
+        self._runs: dict[FlatGroup, tuple[torch.Tensor, int]] = {}
 
     @property
     def device(self) -> torch.device:
         return self._copies.device if self.tier is Tier.HBM else torch.device("cpu")
 
     def allocate(self, specs: Iterable[ChunkSpec]) -> None:
-        """Raises CapacityError when the memory is not there."""
-        for spec in specs:
-            self._chunks[spec.key] = self._take(spec)
-            self._nbytes[spec.key] = spec.nbytes
+        """Chunks of one flat buffer that come one after the other lie end to end. Raises CapacityError when the memory is not there."""
+        for flat_group, group in groupby(specs, key=lambda spec: flat_group_of(spec.key)):
+            run = list(group)
+            memory, at = self._take(sum(spec.padded_nbytes for spec in run), run[0].key), 0
+            for spec in run:
+                self._chunks[spec.key] = memory[at : at + spec.padded_nbytes]
+                self._nbytes[spec.key] = spec.nbytes
+                at += spec.padded_nbytes
+            self._runs[flat_group] = memory[: at - run[-1].padded_nbytes + run[-1].nbytes], len(run)
 
     def resident(self, key: ChunkKey) -> torch.Tensor | None:
         return self._chunks[key][: self._nbytes[key]]
+
+    def whole(self, flat_group: FlatGroup, num_chunks: int) -> torch.Tensor | None:
+        """uint8: all `num_chunks` chunks of a flat buffer as one tensor; None when some of them are elsewhere."""
+        memory, count = self._runs.get(flat_group, (None, 0))
+        return memory if count == num_chunks else None
 
     def padded(self, key: ChunkKey) -> torch.Tensor:
         """uint8 [padded_nbytes]: the chunk with the room that makes it whole sectors, for direct I/O."""
@@ -91,14 +103,17 @@ class MemoryTier:
     def close(self) -> None:
         self._chunks.clear()
         self._nbytes.clear()
+        self._runs.clear()
 
-    def _take(self, spec: ChunkSpec) -> torch.Tensor:
+    def _take(self, nbytes: int, first: ChunkKey) -> torch.Tensor:
         if self.device.type == "cpu":
-            return self._pools.of(spec.key.group).take(spec.padded_nbytes)
+            return self._pools.of(first.group).take(nbytes)
         try:
-            return torch.empty(spec.padded_nbytes, dtype=torch.uint8, device=self.device)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
-            raise CapacityError(f"HBM has no {format_bytes(spec.padded_nbytes)} left for chunk {spec.key}. Lower budgets.hbm: {error}") from error
+            raise CapacityError(
+                f"HBM has no {format_bytes(nbytes)} left for chunk {first} and what follows it. Lower budgets.hbm: {error}"
+            ) from error
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Work:
         if source.device == target.device:

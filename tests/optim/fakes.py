@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from infinity.kinds import Tier
+from infinity.kinds import Group, Tier
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.work import COMPLETED, Work
 
@@ -23,6 +23,9 @@ class MemoryStore:
 
     def resident(self, key: ChunkKey) -> torch.Tensor | None:
         return None if self._tiers[key] is Tier.NVME else self.chunks[key]
+
+    def whole(self, unit: int, flat: int, group: Group) -> torch.Tensor | None:
+        return None  # every chunk has memory of its own here
 
     def fetch(self, key: ChunkKey, into: torch.Tensor) -> Work:
         self.reads.append(key)
