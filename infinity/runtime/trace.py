@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 
 logger = logging.getLogger("infinity")
 
-LIMIT = 1 << 16
+LIMIT = 1 << 14
 """Visits remembered of one pass; a longer one is learned up to here."""
+
+_FIRST_PASSES = 2
+"""Passes that may differ from each other without a warning: the first, and the first after a change such as the end of an evaluation."""
 
 
 class Trace:
     """Learns the order of unit visits from one pass and predicts the next ones, starting over where the order ends.
 
-    A pass is what lies between two `restart()`s (a training step); loops without restarts (evaluation, generation) are learned when
-    they have run twice. A visit out of order is counted, and the position moves to that unit's next place in the order.
+    A pass is what lies between two `restart()`s, a training step. Inside a pass that is not known yet, a sequence that comes twice in a
+    row is taken for a loop (evaluation, generation) and gives the hints until the pass is over. A visit out of order is counted, and the
+    position moves to that unit's next place in the order.
     """
 
     def __init__(self) -> None:
+        self._learned: list[int] = []
         self._order: list[int] = []
+        self._places: dict[int, list[int]] = {}
         self._position = 0
         self._pass: list[int] = []
         self._is_clean = True
-        self._period, self._repeats = 0, 0
-        self._last_seen: dict[int, int] = {}
+        self._loop = _Loop()
         self._passes = 0
         self._has_warned = False
         self.mismatches = 0
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The learned order; empty before the first pass is over."""
+        """What the hints come from: the learned order, or a loop within a pass; empty before either is known."""
         return tuple(self._order)
 
     @property
@@ -40,16 +46,19 @@ class Trace:
 
     def first(self, n: int) -> list[int]:
         """The first `n` distinct units of a pass."""
-        return self._distinct(0, n, skip=None)
+        return self.next_after(0, n)
 
     def visit(self, unit: int, n: int) -> list[int]:
         """`unit` is used now. Returns up to `n` distinct units that are expected next, `unit` itself left out."""
         self._pass.append(unit)
         if self._order:
             self._follow(unit)
-        self._watch_for_loop(unit)
+        if not (self._learned and self._is_clean):
+            loop = self._loop.period_after(unit)
+            if loop and self._pass[-loop:] != self._order:
+                self._hint_from(self._pass[-loop:])
         if len(self._pass) > LIMIT:
-            self._learn(self._pass[:LIMIT], 0)
+            self._forget()
         return self._distinct(self._position, n, skip=unit)
 
     def next_after(self, position: int, n: int) -> list[int]:
@@ -59,15 +68,18 @@ class Trace:
     def restart(self) -> None:
         """A pass is over: the next visit is the first of a new one."""
         self._passes += 1
-        if self._pass and not self._is_clean and self._passes > 2:
+        if self._learned and self._is_clean and len(self._pass) <= len(self._learned):
+            self._learn(self._learned)
+            return
+        if self._pass and self._passes > _FIRST_PASSES:
             self._warn()
-        is_part = self._is_clean and len(self._pass) <= len(self._order)
-        self._learn(self._order if is_part else self._pass, 0)
+        self._learn(self._pass or self._learned)
 
     def _follow(self, unit: int) -> None:
         if self._order[self._position] != unit:
-            self.mismatches += 1
-            self._is_clean = False
+            if self._order is self._learned:  # a loop was only a guess
+                self.mismatches += 1
+                self._is_clean = False
             ahead = self._find(unit)
             if ahead is None:
                 return
@@ -75,42 +87,35 @@ class Trace:
         self._position += 1
         if self._position == len(self._order):
             self._position = 0
-            if self._is_clean:
+            if self._is_clean and self._order is self._learned:  # the pass so far is the order, over and over
                 self._pass.clear()
-                self._forget_loop()
 
     def _find(self, unit: int) -> int | None:
         """Where `unit` comes next in the order, looking ahead first and from the start after that."""
-        for run in (range(self._position, len(self._order)), range(self._position)):
-            for index in run:
-                if self._order[index] == unit:
-                    return index
-        return None
+        places = self._places.get(unit)
+        if places is None:
+            return None
+        ahead = bisect_left(places, self._position)
+        return places[ahead] if ahead < len(places) else places[0]
 
-    def _watch_for_loop(self, unit: int) -> None:
-        """Count how long the pass has repeated itself at the distance `_period`; a whole period repeated is an order."""
-        here = len(self._pass) - 1
-        if here < 0:
-            return
-        if self._period and here >= self._period and self._pass[here - self._period] == unit:
-            self._repeats += 1
-        else:
-            self._period = here - self._last_seen.get(unit, here)
-            self._repeats = 1 if self._period else 0
-        self._last_seen[unit] = here
-        if self._period > 1 and self._repeats == self._period and not (self._order and self._is_clean):
-            self._learn(self._pass[-self._period :], 0)
-
-    def _learn(self, order: list[int], position: int) -> None:
-        self._order = list(order)
-        self._position = position
+    def _learn(self, order: list[int]) -> None:
+        self._learned = list(order)
+        self._hint_from(self._learned)
         self._pass = []
         self._is_clean = True
-        self._forget_loop()
+        self._loop = _Loop()
 
-    def _forget_loop(self) -> None:
-        self._period, self._repeats = 0, 0
-        self._last_seen.clear()
+    def _forget(self) -> None:
+        """The pass has no end: what was seen of it is the order, unless a loop gives better hints."""
+        if self._order:
+            self._pass, self._loop, self._is_clean = [], _Loop(), False
+        else:
+            self._learn(self._pass)
+
+    def _hint_from(self, order: list[int]) -> None:
+        self._order, self._position, self._places = order, 0, {}
+        for place, unit in enumerate(order):
+            self._places.setdefault(unit, []).append(place)
 
     def _distinct(self, position: int, n: int, skip: int | None) -> list[int]:
         found: list[int] = []
@@ -129,3 +134,25 @@ class Trace:
                 "the order in which the model uses its units changes from step to step: %d visits so far were out of order and fetched on demand",
                 self.mismatches,
             )
+
+
+class _Loop:
+    """Watches for a sequence that comes twice in a row: how long the visits have repeated those of one distance before."""
+
+    def __init__(self) -> None:
+        self._visits: list[int] = []
+        self._last: dict[int, int] = {}
+        self._distance = 0
+        self._repeated = 0
+
+    def period_after(self, unit: int) -> int:
+        """The length of the loop that is complete with this visit, 0 for none."""
+        here = len(self._visits)
+        self._visits.append(unit)
+        if self._distance and self._visits[here - self._distance] == unit:
+            self._repeated += 1
+        else:
+            self._distance = here - self._last.get(unit, here)
+            self._repeated = int(self._distance > 0)
+        self._last[unit] = here
+        return self._distance if self._distance > 1 and self._repeated and self._repeated % self._distance == 0 else 0
