@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--placements", default="hbm,cpu", help="comma separated, of hbm, cpu, nvme")
-    parser.add_argument("--hbm", default="30GiB")
+    parser.add_argument("--hbm", default="auto")
     parser.add_argument("--cpu", default="40GiB")
     parser.add_argument("--dir", help="directory for state files; a temporary one if left out")
     parser.add_argument("--json", help="file for the raw figures")
