@@ -25,7 +25,7 @@ from infinity.runtime.gather import StateDicts, gathered, refuse_moves
 from infinity.runtime.live import LiveUnits, graph_task
 from infinity.runtime.parameter import Seat
 from infinity.runtime.residency import Residency
-from infinity.runtime.saved import SavedTensors, is_ours, top_hooks
+from infinity.runtime.saved import SavedTensors, can_chain, is_ours, top_hooks
 from infinity.runtime.tensors import tensors_in
 from infinity.runtime.units import Unit
 from infinity.timeline import Timeline
@@ -177,8 +177,11 @@ class Hooks:
         """Whether this call puts an entry on the stack of saved-tensor hooks.
 
         It must be the same answer in forward and in its recomputation, or torch.utils.checkpoint counts different tensors: so a call of
-        a whole unit always covers what is on top, and a module inside a unit never does.
+        a whole unit always covers what is on top, and a module inside a unit never does. Where the stack cannot be looked into (torch
+        before 2.8) only the outermost call does, so that checkpoints within the model work, and hooks around the model are blind in it.
         """
+        if not can_chain():
+            return is_outermost
         top = top_hooks()
         if site.within is not None:
             return is_outermost and top is None

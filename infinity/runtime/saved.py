@@ -129,6 +129,11 @@ def top_hooks() -> tuple[Hook, Hook] | None:
     return pair
 
 
+def can_chain() -> bool:
+    """Whether this torch tells which saved-tensor hooks are on top."""
+    return _TOP is not None
+
+
 def is_ours(pair: tuple[Hook, Hook] | None, storages: LiveStorages) -> bool:
     """Whether the pair on top belongs to this model's hooks."""
     owner = getattr(pair[0], "__self__", None) if pair is not None else None

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from infinity.runtime import saved
 from tests.runtime.parity import check_parity
 
 IDS = torch.randint(0, 50, (4, 7), generator=torch.Generator().manual_seed(0))
@@ -95,6 +96,14 @@ def test_nested_checkpoints():
         return inner(m[2], checkpoint(outer, X, use_reentrant=False)).pow(2).sum()
 
     check_parity(lambda: nn.Sequential(*[Block(8) for _ in range(3)]), run)
+
+
+@pytest.mark.parametrize("recompute", ["no", "yes", "reentrant", "segments"])
+def test_a_torch_that_hides_its_saved_tensor_hooks(monkeypatch, recompute):
+    monkeypatch.setattr(saved, "_TOP", None)
+    check_parity(lambda: Tied(recompute=recompute), lambda m: loss_of(m(IDS)), threshold_numel=100, steps=2, most=4)
+    around = lambda m: checkpoint(m, IDS, use_reentrant=False)  # noqa: E731
+    check_parity(lambda: Tied(recompute=recompute), lambda m: loss_of(around(m)), threshold_numel=100, most=4)
 
 
 class Graph(nn.Module):
