@@ -46,7 +46,7 @@ class AttachedUnit:
         """Put the placeholders in. Whoever built the units has the values by now."""
         for seat in self.seats:
             seat.param.__dict__["_infinity_seat"] = seat
-            seat.rest()
+        self.rest()
 
     def use(self, caller: nn.Module) -> None:
         """A call that needs the unit live has begun."""
@@ -64,7 +64,9 @@ class AttachedUnit:
         """Make every parameter a view of `flats`, one 1-D tensor per flat of the layout."""
         self.flats = list(flats)
         for seat, place in zip(self.seats, self._places(), strict=True):
-            seat.rise(place)
+            param = seat.param
+            param.__class__ = seat.plain_class
+            param.data = place
         self._versions = self._count_versions()
 
     def _places(self) -> list[Tensor]:
@@ -119,8 +121,10 @@ class AttachedUnit:
         """Drop the flat buffers; every parameter is a placeholder again."""
         self.flats = None
         for seat in self.seats:
-            seat.param.__class__ = seat.plain_class
-            seat.rest()
+            param = seat.param
+            param.__class__ = seat.plain_class
+            param.data = seat.placeholder
+            param.__class__ = seat.resting_class
 
     def leave(self, flats: Sequence[Tensor], device: torch.device) -> None:
         """Give every parameter values of its own on `device`, and its own class: the engine is done with it."""

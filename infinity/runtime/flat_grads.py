@@ -59,7 +59,3 @@ class FlatGrads:
             for gap in self._padding[index] if is_full else layout.gaps(filling.present):
                 flat[gap.start : gap.stop].zero_()
             self._residency.reduce(self._unit, index, flat, frozenset(filling.present))
-
-    def drop(self) -> None:
-        """Forget what has arrived."""
-        self._filling.clear()

@@ -142,36 +142,41 @@ class Hooks:
 
     def _leave(self, site: Site, out: Any) -> None:
         """A hooked call is over, also when it raised: then `out` is None."""
-        call = self._pop(site)
+        thread = threading.get_ident()
+        call = next((call for call in reversed(self._calls) if call.site is site and call.thread == thread), None)
         if call is None:
             return
         if site.unit is not None and self._timeline is not None:
             self._timeline.record(Lane.GPU, site.unit.unit.name, call.began_ns, time.monotonic_ns())
-        if torch.is_grad_enabled() and (site.unit is not None or not self._calls):
-            self._watch(out, site.unit)
-        if not self._calls and call.task == -1:
-            self._live.release_idle()
-            self.residency.forward_ends()
+        is_outermost = call is self._calls[0]
+        try:
+            self._end_down_to(call)
+            if torch.is_grad_enabled() and (site.unit is not None or is_outermost):
+                self._watch(out, site.unit)
+            if is_outermost and call.task == -1:
+                self._live.release_idle()
+        finally:
+            if is_outermost and call.task == -1:
+                self.residency.forward_ends()
 
-    def _pop(self, site: Site) -> Call | None:
-        """End the innermost call of `site`, and calls within it that never came to their end."""
-        thread = threading.get_ident()
-        if not any(call.site is site and call.thread == thread for call in self._calls):
-            return None
-        while True:
-            call = self._calls.pop()
-            self._end(call)
-            if call.site is site:
-                return call
+    def _end_down_to(self, call: Call) -> None:
+        """End a call, and calls within it that never came to their end."""
+        while self._calls:
+            last = self._calls.pop()
+            self._end(last)
+            if last is call:
+                return
 
     def _end(self, call: Call) -> None:
         if call.saved is not None:
             call.saved.close()
         for unit in call.used:
             unit.unuse()
-            is_over = call.task == -1 and unit is call.site.unit and not unit.unit.is_root
-            if is_over and unit.users == 0 and unit.flats is not None:  # during recomputation its backward follows at once: keep it
-                self._live.release(unit)
+        over = call.site.unit
+        if over is None or over.unit.is_root or call.task != -1:  # during recomputation its backward follows at once: keep it
+            return
+        if over.users == 0 and over.flats is not None:
+            self._live.release(over)
 
     def _wants_saved(self, site: Site, is_outermost: bool) -> bool:
         """Whether this call puts an entry on the stack of saved-tensor hooks.
@@ -267,9 +272,11 @@ class Hooks:
             self._end_backward()
 
     def _end_backward(self) -> None:
-        self._live.release_idle()
-        self._live.hand_down()
-        self.residency.backward_ends()
+        try:
+            self._live.release_idle()
+            self._live.hand_down()
+        finally:
+            self.residency.backward_ends()
 
     def _settle_backward(self) -> None:
         """Backward passes that raised left no word: end them before the next forward."""
@@ -313,7 +320,6 @@ class Hooks:
     def forget_grads(self) -> None:
         """The engine gave its gradients up (zero_grad): `p.grad` is None again."""
         for unit in self._live.units:
-            unit.grads.drop()
             for seat in unit.seats:
                 seat.is_held = False
 
@@ -346,8 +352,12 @@ class _Finish:
         self._hooks._finish(self._task)
 
     def __del__(self) -> None:
-        if not self._was_called:
+        if self._was_called:
+            return
+        try:
             self._hooks._finish(self._task)
+        except Exception:  # the error that ended the pass is on its way already
+            logger.debug("cleaning up after a backward pass that raised", exc_info=True)
 
 
 def _hidden(hook: Callable[..., None]) -> Callable[..., None]:

@@ -33,20 +33,11 @@ class Seat:
         self.flat_index, self.slot_index, self.slot = flat_index, slot_index, flat.slots[slot_index]
         self.trainable = flat.trainable
         self.placeholder = placeholder(self.slot, flat.dtype, device)
-        self.wake_up, self.guard = wake_up, guard
+        self.wake_up = wake_up
         self.plain_class: type[nn.Parameter] = type(param)
+        self.resting_class: type[nn.Parameter] = GuardedParameter if guard else RestingParameter
         self.is_held = False
         """The engine holds this parameter's gradient: `p.grad` raises."""
-
-    def rest(self) -> None:
-        """Become a placeholder. The parameter's class is its own until here."""
-        self.param.data = self.placeholder
-        self.param.__class__ = GuardedParameter if self.guard else RestingParameter
-
-    def rise(self, place: Tensor) -> None:
-        """Become live: `place` is this parameter's view of the unit's flat buffer."""
-        self.param.__class__ = self.plain_class
-        self.param.data = place
 
     def show(self) -> None:
         """While a live parameter is in the user's hands: values are readable, a gradient that the engine holds still is not."""

@@ -55,13 +55,16 @@ class LiveStorages:
             if runs:
                 self._runs[address] = runs
 
-    def find(self, tensor: Tensor) -> tuple[AttachedUnit, int, int] | None:
-        """(unit, flat index, the flat's first byte in the storage) of a strided tensor that lies in a live unit."""
+    def find(self, tensor: Tensor) -> tuple[int, int, AttachedUnit, int] | None:
+        """(first byte and end in the storage, unit, flat index) of the flat buffer that a strided tensor lies in."""
         runs = self._runs.get(tensor.untyped_storage().data_ptr())
         if runs is None:
             return None
         at = int(tensor.storage_offset()) * tensor.itemsize
-        return next(((unit, flat, start) for start, stop, unit, flat in runs if start <= at < stop), None)
+        for run in runs:
+            if run[0] <= at < run[1]:
+                return run
+        return None
 
 
 class SavedTensors:
@@ -86,7 +89,7 @@ class SavedTensors:
         if tensor.layout is torch.strided:
             found = self._storages.find(tensor) if type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH else None
             if found is not None:
-                unit, flat, start = found
+                start, _, unit, flat = found
                 offset = int(tensor.storage_offset()) - start // tensor.itemsize
                 return Coordinates(
                     unit, unit.unit.version, flat, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
