@@ -39,9 +39,9 @@ class Plain:
     def __init__(self, shape: gpt.Shape, device: torch.device) -> None:
         torch.manual_seed(0)
         with torch.device(device):
-            self.model = gpt.GPT(shape).to(torch.bfloat16)
-        self.params = list(self.model.parameters())
-        self.masters = [torch.nn.Parameter(p.detach().float()) for p in self.params]
+            self.model = gpt.GPT(shape)
+        self.masters = [torch.nn.Parameter(p.detach().clone()) for p in self.model.parameters()]
+        self.params = list(self.model.to(torch.bfloat16).parameters())
         self.optimizer = torch.optim.AdamW(self.masters, lr=1e-4, weight_decay=0.01, fused=True)
 
     def forward_backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -27,7 +27,7 @@ from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredAdamW
 from infinity.optim.pipeline import Pipeline
 from infinity.planner.hardware import Hardware, choose_device, survey
-from infinity.planner.plan import STAGING, Plan, Rates, Wish, make_plan
+from infinity.planner.plan import STAGING, Plan, Rates, Wish, grads_on_their_way, make_plan
 from infinity.runtime.builder import build
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.hooks import Hooks
@@ -159,7 +159,7 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             device,
             chunk_numel=plan.chunk_numel,
             budget_bytes=working["live units"],
-            grad_bytes=working["gradients in flight"],
+            grad_bytes=grads_on_their_way([unit.layout for unit in units]),
             prefetch_units=config.prefetch.units,
             deadline_s=deadline_s,
         )

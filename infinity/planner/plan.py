@@ -198,11 +198,10 @@ def _fit_chunk(layouts: Sequence[UnitLayout], wish: Wish, cpu_limit: int) -> int
 def _working(layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, chunk_numel: int, root: int | None, all_hbm: bool) -> Iterator[Working]:
     compute = Tier.HBM if device.type == "cuda" else Tier.CPU
     blocks = sorted((layout.nbytes for layout in layouts if layout.index != root), reverse=True)
-    grads = sorted((_grad_bytes(layout) for layout in layouts if layout.index != root), reverse=True)
     always = sum(layout.nbytes for layout in layouts if layout.index == root)
     always_grads = sum(_grad_bytes(layout) for layout in layouts if layout.index == root)
     yield Working(name="live units", tier=compute, nbytes=always + sum(blocks[: wish.prefetch_units + 2]))
-    yield Working(name="gradients in flight", tier=compute, nbytes=always_grads + sum(grads[:2]))
+    yield Working(name="gradients in flight", tier=compute, nbytes=always_grads + 2 * grads_on_their_way(layouts))
     chunk_bytes = chunk_numel * STATE_BYTES
     if device.type == "cuda":
         yield Working(name="fp32 gradient of a chunk", tier=Tier.HBM, nbytes=chunk_bytes)
@@ -217,6 +216,11 @@ def _working(layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, ch
 
 STAGING = 4
 """Pinned buffers between NVMe reads and uploads."""
+
+
+def grads_on_their_way(layouts: Sequence[UnitLayout]) -> int:
+    """Bytes of gradients that may be moving down at a time: the largest unit's. As many again are being filled meanwhile."""
+    return max((_grad_bytes(layout) for layout in layouts), default=0)
 
 
 def _grad_bytes(layout: UnitLayout) -> int:

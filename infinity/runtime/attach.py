@@ -31,6 +31,10 @@ class AttachedUnit:
         self.grads = FlatGrads(unit, residency, self._cutters)
         self.parents: frozenset[AttachedUnit] = frozenset()
         """Units whose module contains this one's: in backward they stay live beside it."""
+        self.is_recomputed = False
+        """Live for a call inside backward."""
+        self.is_pinned = False
+        """Live until backward is over."""
         self.is_writable = False
         """Values may be changed in place now; the release commits them."""
         self.began_ns = 0

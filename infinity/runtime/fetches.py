@@ -63,7 +63,9 @@ class Fetch:
             while self._unstarted and self._error is None:
                 if not self._changed.wait(timeout=min(1.0, max(0.0, stop - time.monotonic()))) and (time.monotonic() >= stop or not is_alive()):
                     state = "did not answer" if is_alive() else "is dead"
-                    raise MoverError(f"unit {self.name!r} was not fetched within {deadline_s:g} s: the mover {state}. nvme.deadline_s sets the limit.")
+                    raise MoverError(
+                        f"unit {self.name!r} was not fetched within {deadline_s:g} s: the mover {state}. nvme.deadline_s sets the limit."
+                    )
             if self._error is not None:
                 raise self._error
         for work in self._works:

@@ -136,6 +136,7 @@ class Hooks:
         for unit in site.needs:
             unit.use(site.module)
             call.used.append(unit)
+            unit.is_recomputed |= task != -1 and unit.flats is None
             self._live.fetch(unit)
         if self._timeline is not None:
             call.began_ns = time.monotonic_ns()
@@ -182,14 +183,14 @@ class Hooks:
         """Whether this call puts an entry on the stack of saved-tensor hooks.
 
         It must be the same answer in forward and in its recomputation, or torch.utils.checkpoint counts different tensors: so a call of
-        a whole unit always covers what is on top, and a module inside a unit never does. Where the stack cannot be looked into (torch
+        a whole unit always covers what is on top, and a module inside a unit never covers anything. Where the stack cannot be looked into (torch
         before 2.8) only the outermost call does, so that checkpoints within the model work, and hooks around the model are blind in it.
         """
         if not can_chain():
             return is_outermost
         top = top_hooks()
         if site.within is not None:
-            return is_outermost and top is None
+            return top is None
         return not is_ours(top, self._live.storages)
 
     def _watch(self, out: Any, unit: AttachedUnit | None) -> None:
@@ -270,6 +271,8 @@ class Hooks:
         self._armed.discard(task)
         if not self._armed:
             self._end_backward()
+        else:
+            self._live.release_recomputed()
 
     def _end_backward(self) -> None:
         try:
@@ -295,7 +298,7 @@ class Hooks:
                 f"{tuple(seat.slot.shape)}. Use `with engine.gathered(module):` to read or change values, or model.state_dict() for all"
             )
         self._arm()
-        self._live.wake(seats)
+        self._live.wake(seats, pin=graph_task() != -1)
 
     def reset(self) -> None:
         """Forget every call and backward pass in progress: what they had live is released, what arrived goes down."""

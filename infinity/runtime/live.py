@@ -71,8 +71,14 @@ class LiveUnits:
     def release_idle(self, beside: AttachedUnit | None = None) -> None:
         """Release what no call in progress needs; `beside` a unit that comes, all but the root and the units around it."""
         for unit in list(self._live):
-            stays = beside is not None and (unit.unit.is_root or unit in beside.parents)
+            stays = beside is not None and (unit.unit.is_root or unit.is_pinned or unit in beside.parents)
             if unit.users == 0 and not stays:
+                self.release(unit)
+
+    def release_recomputed(self) -> None:
+        """A backward inside backward is over, and with it what was recomputed for it (torch.utils.checkpoint, reentrant)."""
+        for unit in list(self._live):
+            if unit.is_recomputed and unit.users == 0 and not unit.unit.is_root and not unit.is_pinned:
                 self.release(unit)
 
     def release(self, unit: AttachedUnit) -> None:
@@ -83,6 +89,7 @@ class LiveUnits:
         flats = unit.flats
         assert flats is not None
         del self._live[unit]
+        unit.is_recomputed = unit.is_pinned = False
         self.storages.remove(unit)
         is_modified, is_writable, unit.is_writable = unit.is_modified(), unit.is_writable, False
         misfit = unit.absorb() if is_writable else None
@@ -112,10 +119,11 @@ class LiveUnits:
         wanted = set(params)
         return [unit for unit in self.units if wanted.intersection(unit.unit.params)]
 
-    def wake(self, seats: Sequence[Seat]) -> None:
-        """Make the units of these parameters live."""
+    def wake(self, seats: Sequence[Seat], *, pin: bool) -> None:
+        """Make the units of these parameters live; with `pin` until backward is over, since autograd may save a parameter itself then."""
         for unit in self.with_params(seat.param for seat in seats):
             self.fetch(unit)
+            unit.is_pinned |= pin
 
     def leave(self, device: torch.device) -> None:
         """Unit by unit, give the parameters values of their own on `device`. No unit is live."""

@@ -164,8 +164,8 @@ _METHODS = (
     "ndimension nelement new_empty new_full new_ones new_zeros numel register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size"
 )
 _FUNCTIONS = (
-    "_has_compatible_shallow_copy_type empty_like full_like is_complex is_floating_point is_inference is_same_size is_signed numel ones_like rand_like "
-    "randn_like result_type zeros_like"
+    "_has_compatible_shallow_copy_type empty_like full_like is_complex is_floating_point is_inference is_same_size is_signed numel ones_like "
+    "rand_like randn_like result_type zeros_like"
 )
 
 

@@ -72,8 +72,6 @@ class Scheduler:
         self._movers, self._device, self._cuda = movers, device, device.type == "cuda"
         self._budget_bytes, self._prefetch_units, self._deadline_s = budget_bytes, prefetch_units, deadline_s
         self._grad_budget = Budget(Tier.HBM if self._cuda else Tier.CPU, grad_bytes)
-        self._lent_grads: set[int] = set()
-        """Addresses of gradient buffers that are being filled."""
         self._wholes = {unit.layout.index: self._find_wholes(unit) for unit in units}
         self._trace = Trace()
         self._fetches: dict[int, Fetch] = {}
@@ -145,21 +143,14 @@ class Scheduler:
         if rest is not None:
             return rest
         layout = unit.layout.flats[flat]
-        self._grad_budget.take(layout.nbytes, f"the gradient of {unit.name}", self._deadline_s)
         if self._cuda:
-            buffer = torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
-        else:
-            buffer = self._movers.slabs.take(layout.nbytes).view(layout.dtype)
-        self._lent_grads.add(buffer.data_ptr())
-        return buffer
+            return torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
+        return self._movers.slabs.take(layout.nbytes).view(layout.dtype)
 
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
-        """A full flat gradient goes to rest; ownership passes. Does not wait for it."""
-        if grad.data_ptr() in self._lent_grads:
-            self._lent_grads.remove(grad.data_ptr())
-            self._movers.grads.arrive(unit.layout.index, flat, grad, present, on_release=partial(self._grad_budget.give, grad.nbytes))
-        else:
-            self._movers.grads.arrive(unit.layout.index, flat, grad, present)
+        """A full flat gradient goes to rest; ownership passes. Waits only while too many others are still on their way."""
+        self._grad_budget.take(grad.nbytes, f"the gradient of {unit.name}", self._deadline_s)
+        self._movers.grads.arrive(unit.layout.index, flat, grad, present, on_release=partial(self._grad_budget.give, grad.nbytes))
 
     def drop_grads(self) -> None:
         """Forget every gradient that came down since the last step."""
