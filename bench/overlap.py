@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--hbm", default="auto")
     parser.add_argument("--cpu", default="40GiB")
     parser.add_argument("--dir", help="directory for state files; a temporary one if left out")
+    parser.add_argument("--trace", help="beginning of the names of files for a Chrome trace of one step each")
     parser.add_argument("--json", help="file for the raw figures")
     parser.add_argument("--toy", action="store_true", help="a model of seconds, on whatever device there is")
     args = parser.parse_args()
@@ -178,6 +179,13 @@ def main() -> None:
             try:
                 print(ours.engine.plan.render(), flush=True)
                 found = measure({"torch": plain, placement: ours}, batch, device, args.rounds, args.warmup)
+                mark = time.monotonic_ns()
+                timed(device, lambda ours=ours: ours.forward_backward(batch))
+                ours.step()
+                for lane in ours.engine.timeline.summary(since_ns=mark):
+                    print(f"one step: {lane.lane:11s} busy {lane.busy_s:.4f} s  exposed {lane.exposed_s:.4f} s  {lane.nbytes} bytes in {lane.count}")
+                if args.trace:
+                    ours.engine.timeline.save_chrome_trace(f"{args.trace}_{placement}.json", since_ns=mark)
             finally:
                 ours.engine.close()
         report(found)

@@ -46,7 +46,7 @@ class LiveUnits:
         for unit in self.units:
             inside = set(unit.unit.module.modules())
             for other in self.units:
-                if other is not unit and other.unit.module in inside and not unit.unit.is_root:
+                if other is not unit and other.unit.module in inside and not unit.unit.is_root and not unit.is_pinned:
                     other.parents |= {unit}
 
     def take_over(self) -> None:
@@ -67,6 +67,16 @@ class LiveUnits:
                 unit.began_ns = time.monotonic_ns()
         assert unit.flats is not None
         return unit.flats
+
+    def fetch_for_recomputation(self, unit: AttachedUnit, *, whole: bool) -> None:
+        """A unit's module (`whole`), or a part of it by itself, is called inside backward.
+
+        A checkpoint keeps frozen parameters as themselves: used in parts, between other units, they stay live until backward is over.
+        """
+        if unit.flats is None:
+            self.fetch(unit)
+            unit.is_recomputed = True
+            unit.is_pinned = not whole and any(not seat.trainable for seat in unit.seats)
 
     def release_idle(self, beside: AttachedUnit | None = None) -> None:
         """Release what no call in progress needs; `beside` a unit that comes, all but the root and the units around it."""
@@ -119,11 +129,13 @@ class LiveUnits:
         wanted = set(params)
         return [unit for unit in self.units if wanted.intersection(unit.unit.params)]
 
-    def wake(self, seats: Sequence[Seat], *, pin: bool) -> None:
-        """Make the units of these parameters live; with `pin` until backward is over, since autograd may save a parameter itself then."""
+    def wake(self, seats: Sequence[Seat]) -> None:
+        """Make the units of these parameters live."""
         for unit in self.with_params(seat.param for seat in seats):
-            self.fetch(unit)
-            unit.is_pinned |= pin
+            if graph_task() != -1:
+                self.fetch_for_recomputation(unit, whole=False)
+            else:
+                self.fetch(unit)
 
     def leave(self, device: torch.device) -> None:
         """Unit by unit, give the parameters values of their own on `device`. No unit is live."""
