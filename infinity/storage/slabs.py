@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 import weakref
 from collections import deque
@@ -20,84 +22,91 @@ _CUDA_HOST_REGISTER_PORTABLE = 1
 _CUDA_SUCCESS = 0
 
 
-class SlabPool:
-    """Tensors on private mappings of exactly the asked size, rounded up to 2 MiB (below that to 4 KiB, several to a mapping).
+def slab_bytes(nbytes: int) -> int:
+    """The memory that a tensor of `nbytes` takes: whole 2 MiB pages, below one of those whole 4 KiB pages."""
+    return align_up(max(nbytes, 1), PAGE_BYTES if nbytes >= PAGE_BYTES else SECTOR_BYTES) if nbytes else 0
 
-    A tensor's memory goes back to the free list of its size when the last alias dies: views, `.data`, `set_()` and
-    `untyped_storage()` all count, because each holds the buffer object that the tensor was made from. Work that a device does with the memory
-    must hold a reference too (AioWork and Copies do).
+
+class SlabPool:
+    """Tensors on private mappings of exactly `slab_bytes` of the asked size.
+
+    A tensor's memory waits for the next tensor of its size when the last alias dies: views, `.data`, `set_()` and `untyped_storage()` all
+    count, because each holds the buffer object that the tensor was made from. Work that a device does with the memory must hold a reference
+    too (AioWork and Copies do). Before the pool grows beyond `limit_bytes`, idle memory of other sizes goes back to the system, longest
+    idle first. What is in use may still exceed the limit: only its users know what else they could do.
     """
 
-    def __init__(self, *, pin: bool, threads: int) -> None:
+    def __init__(self, *, pin: bool, threads: int, limit_bytes: int | None = None) -> None:
         self._pin = pin
         self._threads = threads
-        self._slabs: list[_Slab] = []
-        self._free: dict[int, list[_Piece]] = {}
-        self._shared: _Slab | None = None
-        self._returned: deque[_Piece] = deque()
+        self._limit_bytes = limit_bytes
+        self._idle: dict[_Slab, None] = {}
+        """In the order in which they became idle."""
+        self._allocated_bytes = 0
+        self._peak_bytes = 0
+        self._returned: deque[_Slab] = deque()
         """What finalizers hand back. They run at any moment, also inside our own locked sections, so they only append."""
         self._lock = threading.Lock()
         self._closed = False
 
     @property
     def allocated_bytes(self) -> int:
-        """All mappings, in use or free."""
-        with self._lock:
-            return sum(slab.nbytes for slab in self._slabs)
+        """All mappings, in use or idle."""
+        return self._allocated_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was ever mapped at one time."""
+        return self._peak_bytes
 
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] on a 4096-byte boundary, contents undefined; the memory up to the next multiple of 4096 is the tensor's too.
 
         Raises CapacityError when the system has no more memory or refuses to pin it.
         """
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
         with self._lock:
             if self._closed:
                 raise ClosedError("this slab pool is closed")
             self._collect()
-            piece = self._piece(max(nbytes, 1))
-            piece.slab.live += 1
-        buffer = piece.slab.view(piece)
-        weakref.finalize(buffer, self._give, piece).atexit = False
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            slab = self._slab(slab_bytes(nbytes))
+        buffer = slab.view()
+        weakref.finalize(buffer, self._give, slab).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes)
 
     def trim(self) -> None:
-        """Give free mappings back to the system."""
+        """Give idle mappings back to the system."""
         with self._lock:
             self._collect()
             self._drop_idle()
 
     def close(self) -> None:
-        """Free what is free; what is still in use is freed as its last alias dies."""
+        """Free what is idle; what is still in use is freed as its last alias dies."""
         with self._lock:
             self._closed = True
             self._collect()
             self._drop_idle()
 
-    def _piece(self, nbytes: int) -> _Piece:
-        size = align_up(nbytes, PAGE_BYTES if nbytes >= PAGE_BYTES else SECTOR_BYTES)
-        free = self._free.get(size)
-        if free:
-            return free.pop()
-        if size >= PAGE_BYTES:
-            return self._map(size).carve(size)
-        if self._shared is None or self._shared.room < size:
-            self._shared = self._map(PAGE_BYTES)
-        return self._shared.carve(size)
-
-    def _map(self, nbytes: int) -> _Slab:
+    def _slab(self, size: int) -> _Slab:
+        slab = next((slab for slab in reversed(self._idle) if slab.nbytes == size), None)
+        if slab is not None:
+            del self._idle[slab]
+            return slab
+        if self._limit_bytes is not None:
+            self._drop_idle(self._limit_bytes - size)
         try:
-            slab = _Slab(Mapping(nbytes, threads=self._threads), pin=self._pin)
+            slab = _Slab(size, pin=self._pin, threads=self._threads)
         except CapacityError as error:
-            held = sum(slab.nbytes for slab in self._slabs)
-            raise CapacityError(f"no {format_bytes(nbytes)} of CPU memory on top of {format_bytes(held)} here: {error}. Lower budgets.cpu") from error
-        self._slabs.append(slab)
+            held = format_bytes(self._allocated_bytes)
+            raise CapacityError(f"no {format_bytes(size)} of CPU memory on top of {held} here: {error}. Lower budgets.cpu") from error
+        self._allocated_bytes += size
+        self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
         return slab
 
-    def _give(self, piece: _Piece) -> None:
+    def _give(self, slab: _Slab) -> None:
         """The last alias died. Called by the garbage collector, from any thread."""
-        self._returned.append(piece)
+        self._returned.append(slab)
         if self._closed and self._lock.acquire(blocking=False):
             try:
                 self._collect()
@@ -107,65 +116,55 @@ class SlabPool:
 
     def _collect(self) -> None:
         while self._returned:
-            piece = self._returned.popleft()
-            piece.slab.live -= 1
-            self._free.setdefault(piece.nbytes, []).append(piece)
+            self._idle[self._returned.popleft()] = None
 
-    def _drop_idle(self) -> None:
-        idle = {id(slab) for slab in self._slabs if not slab.live}
-        for size, pieces in self._free.items():
-            self._free[size] = [piece for piece in pieces if id(piece.slab) not in idle]
-        for slab in self._slabs:
-            if id(slab) in idle:
-                slab.close()
-        self._slabs = [slab for slab in self._slabs if id(slab) not in idle]
-        if self._shared is not None and id(self._shared) in idle:
-            self._shared = None
-
-
-class _Piece:
-    """A run of a slab: what one tensor sits on."""
-
-    __slots__ = ("nbytes", "slab", "start")
-
-    def __init__(self, slab: _Slab, start: int, nbytes: int) -> None:
-        self.slab = slab
-        self.start = start
-        self.nbytes = nbytes
+    def _drop_idle(self, down_to_bytes: int = 0) -> None:
+        while self._idle and self._allocated_bytes > down_to_bytes:
+            slab = next(iter(self._idle))
+            del self._idle[slab]
+            slab.close()
+            self._allocated_bytes -= slab.nbytes
 
 
 class _Slab:
-    """One mapping, registered with CUDA as long as it lives if `pin`."""
+    """One mapping, registered with CUDA as long as it lives if `pin`. Small ones have no huge pages: those would be larger than they are."""
 
-    def __init__(self, mapping: Mapping, *, pin: bool) -> None:
-        self._mapping: Mapping | None = mapping
-        self._address = mapping.address
-        self.nbytes = mapping.nbytes
-        self.live = 0
-        self._carved = 0
+    def __init__(self, nbytes: int, *, pin: bool, threads: int) -> None:
+        self.nbytes = nbytes
+        self._buffer, address = _map_huge(nbytes, threads) if nbytes >= PAGE_BYTES else _map_small(nbytes)
         self._unregister: Callable[[], object] = lambda: None
         if pin:
-            _register(self._address, self.nbytes)
+            _register(address, nbytes)
             # Runs at close(), or when the slab dies with its pool: always before the mapping does, or its addresses stay taken.
-            self._unregister = weakref.finalize(self, _unregister, self._address)
+            self._unregister = weakref.finalize(self, _unregister, address)
 
-    @property
-    def room(self) -> int:
-        return self.nbytes - self._carved
-
-    def carve(self, nbytes: int) -> _Piece:
-        piece = _Piece(self, self._carved, nbytes)
-        self._carved += nbytes
-        return piece
-
-    def view(self, piece: _Piece) -> memoryview:
-        """A new buffer object over the piece: tensors made from it keep it, and it keeps the mapping."""
-        assert self._mapping is not None
-        return memoryview(self._mapping.buffer)[piece.start : piece.start + piece.nbytes]
+    def view(self) -> memoryview:
+        """A new buffer object over all of it: tensors made from it keep it, and it keeps the mapping."""
+        assert self._buffer is not None
+        return memoryview(self._buffer)
 
     def close(self) -> None:
+        """Nobody uses it. Give it back to the system."""
         self._unregister()
-        self._mapping = None
+        self._buffer = None
+
+
+_Buffer = mmap.mmap | memoryview
+"""What keeps a mapping alive."""
+
+
+def _map_huge(nbytes: int, threads: int) -> tuple[_Buffer | None, int]:
+    mapping = Mapping(nbytes, threads=threads)
+    return memoryview(mapping.buffer), mapping.address
+
+
+def _map_small(nbytes: int) -> tuple[_Buffer | None, int]:
+    try:
+        small = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CapacityError(f"mmap of {nbytes} bytes: {error.strerror}") from error
+    small.madvise(mmap.MADV_DONTFORK)  # a device that writes into a page which fork() has marked copy-on-write writes into one process only
+    return small, ctypes.addressof(ctypes.c_char.from_buffer(small))
 
 
 def _register(address: int, nbytes: int) -> None:

@@ -70,15 +70,24 @@ class MemoryTier:
         return self._copies.device if self.tier is Tier.HBM else torch.device("cpu")
 
     def allocate(self, specs: Iterable[ChunkSpec]) -> None:
-        """Chunks of one flat buffer that come one after the other lie end to end. Raises CapacityError when the memory is not there."""
-        for flat_group, group in groupby(specs, key=lambda spec: flat_group_of(spec.key)):
-            run = list(group)
-            memory, at = self._take(sum(spec.padded_nbytes for spec in run), run[0].key), 0
-            for spec in run:
-                self._chunks[spec.key] = memory[at : at + spec.padded_nbytes]
-                self._nbytes[spec.key] = spec.nbytes
-                at += spec.padded_nbytes
-            self._runs[flat_group] = memory[: at - run[-1].padded_nbytes + run[-1].nbytes], len(run)
+        """All chunks of a pool in one piece, those of one flat buffer end to end. Raises CapacityError when the memory is not there."""
+        pieces: dict[SlabPool, list[list[ChunkSpec]]] = {}
+        for (_, _, group), run in groupby(specs, key=lambda spec: flat_group_of(spec.key)):
+            pieces.setdefault(self._pools.of(group), []).append(list(run))
+        for pool, runs in pieces.items():
+            memory = self._take(pool, sum(spec.padded_nbytes for chunks in runs for spec in chunks))
+            for chunks in runs:
+                memory = memory[self._settle(chunks, memory) :]
+
+    def _settle(self, run: list[ChunkSpec], memory: torch.Tensor) -> int:
+        """Put the chunks of one flat buffer at the head of `memory`. Returns the bytes they take there."""
+        at = 0
+        for spec in run:
+            self._chunks[spec.key] = memory[at : at + spec.padded_nbytes]
+            self._nbytes[spec.key] = spec.nbytes
+            at += spec.padded_nbytes
+        self._runs[flat_group_of(run[0].key)] = memory[: at - run[-1].padded_nbytes + run[-1].nbytes], len(run)
+        return at
 
     def resident(self, key: ChunkKey) -> torch.Tensor | None:
         return self._chunks[key][: self._nbytes[key]]
@@ -105,15 +114,13 @@ class MemoryTier:
         self._nbytes.clear()
         self._runs.clear()
 
-    def _take(self, nbytes: int, first: ChunkKey) -> torch.Tensor:
+    def _take(self, pool: SlabPool, nbytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
-            return self._pools.of(first.group).take(nbytes)
+            return pool.take(nbytes)
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"HBM has no {format_bytes(nbytes)} left for chunk {first} and what follows it. Lower budgets.hbm: {error}"
-            ) from error
+            raise CapacityError(f"HBM has no {format_bytes(nbytes)} left for the states that rest there. Lower budgets.hbm: {error}") from error
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Work:
         if source.device == target.device:

@@ -32,9 +32,10 @@ def test_big_sizes_round_up_to_2_mib_and_never_to_powers_of_two(pool, nbytes):
     assert tensor.data_ptr() % (2 * MiB) == 0
 
 
-def test_small_sizes_share_a_mapping_without_overlap(pool):
-    tensors = [pool.take(nbytes).fill_(index) for index, nbytes in enumerate([1, 4096, 4097, 100_000] * 4)]
-    assert pool.allocated_bytes == 2 * MiB
+def test_small_sizes_take_whole_4_kib_pages_and_do_not_overlap(pool):
+    sizes = [1, 4096, 4097, 100_000] * 4
+    tensors = [pool.take(nbytes).fill_(index) for index, nbytes in enumerate(sizes)]
+    assert pool.allocated_bytes == sum(align_up(nbytes, 4096) for nbytes in sizes)
     assert all(tensor.data_ptr() % 4096 == 0 for tensor in tensors)
     assert all(bool((tensor == index).all()) for index, tensor in enumerate(tensors))
 
@@ -80,14 +81,53 @@ def test_a_parameter_whose_data_is_replaced_lets_go(pool):
 def test_trim_frees_only_what_is_idle(pool):
     kept, dropped = pool.take(4 * MiB).fill_(7), pool.take(6 * MiB)
     small = pool.take(1000)
-    assert pool.allocated_bytes == 12 * MiB
+    assert pool.allocated_bytes == 10 * MiB + 4096
     del dropped
     pool.trim()
-    assert pool.allocated_bytes == 6 * MiB
+    assert pool.allocated_bytes == 4 * MiB + 4096
     del small
     pool.trim()
     assert pool.allocated_bytes == 4 * MiB
     assert int(kept.sum()) == 7 * 4 * MiB
+
+
+def test_a_pool_gives_idle_memory_back_before_it_grows_past_its_limit():
+    pool = SlabPool(pin=False, threads=1, limit_bytes=20 * MiB)
+    kept = pool.take(6 * MiB).fill_(7)
+    older, newer = pool.take(4 * MiB), pool.take(8 * MiB)
+    address = newer.data_ptr()
+    del older
+    del newer
+    larger = pool.take(6 * MiB)  # 18 MiB are mapped: the one that was idle longest makes room
+    assert pool.allocated_bytes == 20 * MiB and pool.take(8 * MiB).data_ptr() == address
+    del larger
+    assert pool.take(12 * MiB).numel() and pool.peak_bytes == 20 * MiB
+    assert int(kept.sum()) == 7 * 6 * MiB
+
+
+def test_what_is_in_use_may_exceed_the_limit():
+    pool = SlabPool(pin=False, threads=1, limit_bytes=4 * MiB)
+    tensors = [pool.take(4 * MiB) for _ in range(3)]
+    assert pool.allocated_bytes == pool.peak_bytes == 12 * MiB
+    tensors.clear()
+    assert pool.take(2 * MiB).numel() and pool.allocated_bytes <= 4 * MiB
+
+
+@given(steps=st.lists(st.tuples(st.integers(1, 9 * MiB), st.integers(0, 5)), max_size=40))
+def test_no_more_is_mapped_than_was_ever_in_use_at_once(steps):
+    """The limit that a plan computes, the largest sum of what is in use, is enough whatever the sizes and the order."""
+    limit, lent = 0, {}
+    for nbytes, place in steps:
+        lent[place] = 0
+        limit = max(limit, sum(lent.values()) + slabs.slab_bytes(nbytes))
+        lent[place] = slabs.slab_bytes(nbytes)
+    pool = SlabPool(pin=False, threads=1, limit_bytes=limit)
+    tensors = {}
+    for nbytes, place in steps:
+        tensors.pop(place, None)
+        tensors[place] = pool.take(nbytes)
+        assert pool.allocated_bytes <= limit
+    pool.close()
 
 
 def test_after_close_tensors_live_on_and_take_refuses():
