@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from operator import gt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +34,13 @@ class AttachedUnit:
         self.grads = FlatGrads(unit, residency, self._cutters)
         self.parents: frozenset[AttachedUnit] = frozenset()
         """Units whose module contains this one's: in backward they stay live beside it."""
-        self.is_recomputed = False
-        """Live for a call inside backward."""
-        self.is_pinned = False
-        """Live until backward is over."""
         self.is_writable = False
         """Values may be changed in place now; the release commits them."""
         self.began_ns = 0
         self._versions = 0
+        self._holders: tuple[list[int], list[int]] = [], []
+        self._trained: list[Any] = [param for param in unit.params if param.requires_grad]
+        self._frozen: list[Any] = [param for param in unit.params if not param.requires_grad]
         params = dict(zip(unit.names, unit.params, strict=True))
         self.seats = [
             Seat(slot.name, params[slot.name], f, s, flat, device, wake_up, guard)
@@ -72,6 +74,7 @@ class AttachedUnit:
             param.__class__ = seat.plain_class
             param.data = place
         self._versions = self._count_versions()
+        self._holders = self._count_holders()
 
     def _places(self) -> list[Tensor]:
         """Every seat's view of the live flat buffers."""
@@ -88,6 +91,17 @@ class AttachedUnit:
                 f"requires_grad of {changed.name!r} is now {not changed.trainable}, but it was {was} when the engine laid out its files. "
                 "Set it back, or freeze and thaw before infinity.initialize"
             )
+
+    def is_kept(self) -> bool:
+        """Whether autograd or a checkpoint has saved a live parameter as itself since the unit came: after the release it would be a placeholder.
+
+        Happens inside backward only, where parts of a model run forward outside of hooked calls. A trained parameter is held by itself
+        and its gradient accumulator, by each operation that saved it on top of that; a frozen one has no accumulator, and checkpoints
+        hold it from Python.
+        """
+        trained, frozen = self._count_holders()
+        before_trained, before_frozen = self._holders
+        return any(map(gt, trained, before_trained)) or any(map(gt, frozen, before_frozen))
 
     def show(self) -> None:
         """Live parameters are in the user's hands: values can be read and changed, held gradients still raise."""
@@ -137,6 +151,10 @@ class AttachedUnit:
             seat.param.__class__ = seat.plain_class
             seat.param.data = seat.slot.view(flats[seat.flat_index]).to(device, copy=True)
             del seat.param.__dict__["_infinity_seat"]
+
+    def _count_holders(self) -> tuple[list[int], list[int]]:
+        trained = [max(param._use_count(), 2) for param in self._trained]
+        return trained, [sys.getrefcount(param) + param._use_count() for param in self._frozen]
 
     def _count_versions(self) -> int:
         return sum(seat.param._version for seat in self.seats)

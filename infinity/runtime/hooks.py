@@ -123,7 +123,7 @@ class Hooks:
         if task == -1:
             self._check_nesting(site)
         else:
-            self._enter_recomputation()
+            self._arm()
         is_outermost = task == -1 and not self._calls
         call = Call(site, task, threading.get_ident())
         self._calls.append(call)
@@ -132,14 +132,11 @@ class Hooks:
             self._warn_autocast()
             self.residency.forward_begins()
         if self._wants_saved(site, is_outermost):
-            call.saved = SavedTensors(self._live.storages, self._fetch_saved)  # on top from here on
+            call.saved = SavedTensors(self._live.storages, self._fetch_saved)
         for unit in site.needs:
             unit.use(site.module)
             call.used.append(unit)
-            if task != -1:
-                self._live.fetch_for_recomputation(unit, whole=unit is site.unit)
-            else:
-                self._live.fetch(unit)
+            self._live.fetch(unit)
         if self._timeline is not None:
             call.began_ns = time.monotonic_ns()
 
@@ -249,15 +246,6 @@ class Hooks:
         self._armed.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(_Finish(self, task))
 
-    def _enter_recomputation(self) -> None:
-        """Parts of the model run forward inside backward. What autograd saves there must be packed too, also outside of hooked calls:
-        a parameter saved as itself would be a placeholder by the time it is read. With other hooks on top, a checkpoint's, it is not
-        saved as itself. Autograd restores the stack of hooks when the node that runs this is over, so nobody takes the entry off.
-        """
-        self._arm()
-        if can_chain() and top_hooks() is None:
-            SavedTensors(self._live.storages, self._fetch_saved)
-
     def _fetch_saved(self, unit: AttachedUnit) -> list[Tensor]:
         """A saved tensor of this unit is needed. Outside of backward (a look at grad_fn) nobody keeps the unit live."""
         is_backward = graph_task() != -1
@@ -282,8 +270,6 @@ class Hooks:
         self._armed.discard(task)
         if not self._armed:
             self._end_backward()
-        else:
-            self._live.release_recomputed()
 
     def _end_backward(self) -> None:
         try:
@@ -308,8 +294,7 @@ class Hooks:
                 f"{operation} needs the values of parameter {seat.name!r}, which are with the engine: on the module there is a placeholder of shape "
                 f"{tuple(seat.slot.shape)}. Use `with engine.gathered(module):` to read or change values, or model.state_dict() for all"
             )
-        if graph_task() != -1:
-            self._enter_recomputation()
+        self._arm()
         self._live.wake(seats)
 
     def reset(self) -> None:

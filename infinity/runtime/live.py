@@ -46,7 +46,7 @@ class LiveUnits:
         for unit in self.units:
             inside = set(unit.unit.module.modules())
             for other in self.units:
-                if other is not unit and other.unit.module in inside and not unit.unit.is_root and not unit.is_pinned:
+                if other is not unit and other.unit.module in inside and not unit.unit.is_root:
                     other.parents |= {unit}
 
     def take_over(self) -> None:
@@ -63,32 +63,16 @@ class LiveUnits:
                 unit.rise(self.residency.fetch(unit.unit))
             self._live[unit] = None
             self.storages.add(unit)
-            if self._timeline is not None and graph_task() != -1:
+            if graph_task() != -1:
                 unit.began_ns = time.monotonic_ns()
         assert unit.flats is not None
         return unit.flats
 
-    def fetch_for_recomputation(self, unit: AttachedUnit, *, whole: bool) -> None:
-        """A unit's module (`whole`), or a part of it by itself, is called inside backward.
-
-        A checkpoint keeps frozen parameters as themselves: used in parts, between other units, they stay live until backward is over.
-        """
-        if unit.flats is None:
-            self.fetch(unit)
-            unit.is_recomputed = True
-            unit.is_pinned = not whole and any(not seat.trainable for seat in unit.seats)
-
     def release_idle(self, beside: AttachedUnit | None = None) -> None:
-        """Release what no call in progress needs; `beside` a unit that comes, all but the root and the units around it."""
+        """Release what no call in progress needs; `beside` a unit that comes, all but the root, the units around it, and what is kept."""
         for unit in list(self._live):
-            stays = beside is not None and (unit.unit.is_root or unit.is_pinned or unit in beside.parents)
+            stays = beside is not None and (unit.unit.is_root or unit in beside.parents or unit.is_kept())
             if unit.users == 0 and not stays:
-                self.release(unit)
-
-    def release_recomputed(self) -> None:
-        """A backward inside backward is over, and with it what was recomputed for it (torch.utils.checkpoint, reentrant)."""
-        for unit in list(self._live):
-            if unit.is_recomputed and unit.users == 0 and not unit.unit.is_root and not unit.is_pinned:
                 self.release(unit)
 
     def release(self, unit: AttachedUnit) -> None:
@@ -99,7 +83,6 @@ class LiveUnits:
         flats = unit.flats
         assert flats is not None
         del self._live[unit]
-        unit.is_recomputed = unit.is_pinned = False
         self.storages.remove(unit)
         is_modified, is_writable, unit.is_writable = unit.is_modified(), unit.is_writable, False
         misfit = unit.absorb() if is_writable else None
@@ -132,10 +115,7 @@ class LiveUnits:
     def wake(self, seats: Sequence[Seat]) -> None:
         """Make the units of these parameters live."""
         for unit in self.with_params(seat.param for seat in seats):
-            if graph_task() != -1:
-                self.fetch_for_recomputation(unit, whole=False)
-            else:
-                self.fetch(unit)
+            self.fetch(unit)
 
     def leave(self, device: torch.device) -> None:
         """Unit by unit, give the parameters values of their own on `device`. No unit is live."""
