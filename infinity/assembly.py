@@ -159,12 +159,13 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             device,
             chunk_numel=plan.chunk_numel,
             budget_bytes=working["live units"],
+            spare_bytes=plan.spare_bytes(Tier.HBM if device.type == "cuda" else Tier.CPU),
             grad_bytes=grads_on_their_way([unit.layout for unit in units]),
             prefetch_units=config.prefetch.units,
             deadline_s=deadline_s,
         )
         closers.callback(scheduler.close)
-        hooks = Hooks(module, units, scheduler, device=device)
+        hooks = Hooks(module, units, scheduler, device=device, gather_limit_bytes=plan.spare_bytes(Tier.CPU))
         optimizer.on_cleared = hooks.forget_grads
         return Parts(
             config=config,

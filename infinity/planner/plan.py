@@ -79,6 +79,10 @@ class Plan:
     def working_bytes(self, tier: Tier) -> int:
         return sum(item.nbytes for item in self.working if item.tier is tier)
 
+    def spare_bytes(self, tier: Tier) -> int:
+        """What the budget of a tier has left over."""
+        return max(0, self.limits.get(tier, 0) - self.resting(tier) - self.working_bytes(tier))
+
     def seconds(self) -> dict[Lane, float]:
         """Expected seconds a step per lane, where the rate is known."""
         rates = {

@@ -35,7 +35,7 @@ from infinity.storage.store import Store
 from infinity.storage.work import Work
 
 EVENT_POLL_S = 0.0005
-"""How often the mover looks whether the compute stream is done with a buffer that it needs back."""
+"""How often the mover looks whether a buffer that it needs back is not in use any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,7 @@ class Scheduler:
         *,
         chunk_numel: int,
         budget_bytes: int,
+        spare_bytes: int,
         grad_bytes: int,
         prefetch_units: int,
         deadline_s: float,
@@ -71,6 +72,8 @@ class Scheduler:
         self._chunks = {unit.layout.index: [flat.chunks(chunk_numel) for flat in unit.layout.flats] for unit in units}
         self._movers, self._device, self._cuda = movers, device, device.type == "cuda"
         self._budget_bytes, self._prefetch_units, self._deadline_s = budget_bytes, prefetch_units, deadline_s
+        self._spare_bytes = spare_bytes
+        self._is_overdrawn = False
         self._grad_budget = Budget(Tier.HBM if self._cuda else Tier.CPU, grad_bytes)
         self._wholes = {unit.layout.index: self._find_wholes(unit) for unit in units}
         self._trace = Trace()
@@ -135,6 +138,8 @@ class Scheduler:
                 self._retired.append(Retired(fetch, event))
             else:
                 self._used_bytes -= fetch.nbytes
+                fetch.flats.clear()
+                self._return_overdraft()
             self._changed.notify_all()
 
     def grad_buffer(self, unit: Unit, flat: int) -> Tensor:
@@ -258,11 +263,15 @@ class Scheduler:
             with self._changed:
                 fetch = self._next()
                 while fetch is None and not self._closing:
-                    self._changed.wait(timeout=EVENT_POLL_S if self._retired and self._queue else None)
+                    self._changed.wait(timeout=EVENT_POLL_S if self._must_poll() else None)
                     fetch = self._next()
                 if fetch is None:
                     return
             self._begin(fetch)
+
+    def _must_poll(self) -> bool:
+        """Whether what a fetch waits for comes without a word: the compute stream, or a read that has to land before it can be given up."""
+        return bool(self._queue) and (bool(self._retired) or any(fetch.urgent for fetch in self._queue))
 
     def _next(self) -> Fetch | None:
         """The next fetch that may begin, taken off the queue with its bytes; None when there is none or no room."""
@@ -282,7 +291,7 @@ class Scheduler:
         return self._used_bytes + fetch.nbytes <= self._budget_bytes
 
     def _make_room(self, fetch: Fetch) -> bool:
-        """Give up what was fetched ahead, last asked first; then wait for buffers that the stream still reads."""
+        """Give up what was fetched ahead, last asked first; wait for buffers that the stream still reads; take what the budget has left over."""
         begun = [other for other in self._fetches.values() if not other.attached and other.nbytes and other not in self._queue]
         for other in reversed(begun):
             if other.has_landed():
@@ -294,21 +303,32 @@ class Scheduler:
             self._reap()
             if self._has_room(fetch):
                 return True
+        if not begun and self._used_bytes + fetch.nbytes <= self._budget_bytes + self._spare_bytes:
+            self._is_overdrawn = True
+            return True
         if not begun:
-            live = ", ".join(
-                f"{f.name} {format_bytes(f.nbytes)}" for f in self._fetches.values() if f.attached and f is not fetch and f not in self._queue
-            )
-            tier = Tier.HBM if self._cuda else Tier.CPU
-            fetch.fail(
-                CapacityError(
-                    f"unit {fetch.name!r} needs {format_bytes(fetch.nbytes)}, but the live units hold {format_bytes(self._used_bytes)} of the "
-                    f"{format_bytes(self._budget_bytes)} set aside for them ({live}). "
-                    f"Raise budgets.{tier.value}, or name smaller units in units.classes."
-                )
-            )
-            self._queue.remove(fetch)
-            del self._fetches[fetch.index]
+            self._refuse(fetch)
         return False
+
+    def _refuse(self, fetch: Fetch) -> None:
+        """Whoever waits for it raises CapacityError."""
+        others = [other for other in self._fetches.values() if other.attached and other is not fetch and other not in self._queue]
+        live = ", ".join(f"{other.name} {format_bytes(other.nbytes)}" for other in others[:4]) + (", ..." if len(others) > 4 else "")
+        tier = Tier.HBM if self._cuda else Tier.CPU
+        error = CapacityError(
+            f"unit {fetch.name!r} needs {format_bytes(fetch.nbytes)}, but {len(others)} live units ({live}) hold {format_bytes(self._used_bytes)} of "
+            f"the {format_bytes(self._budget_bytes + self._spare_bytes)} that budgets.{tier.value} leaves for them. "
+            f"Gather one module at a time, raise budgets.{tier.value}, or name smaller units in units.classes."
+        )
+        fetch.fail(error)
+        self._queue.remove(fetch)
+        del self._fetches[fetch.index]
+
+    def _return_overdraft(self) -> None:
+        """Memory that only a large gather needed goes back to the system."""
+        if self._is_overdrawn and self._used_bytes <= self._budget_bytes:
+            self._is_overdrawn = False
+            self._movers.slabs.trim()
 
     def _reap(self) -> None:
         while self._retired and self._retired[0].event.query():
