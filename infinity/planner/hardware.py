@@ -104,13 +104,13 @@ def _measure_upload(device: torch.device) -> float:
     source = torch.empty(64 * MiB, dtype=torch.uint8).pin_memory()
     target = torch.empty_like(source, device=device)
     target.copy_(source, non_blocking=True)
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(2):
         target.copy_(source, non_blocking=True)
     stop.record()
     stop.synchronize()
-    return 2 * source.numel() / (start.elapsed_time(stop) / 1e3)
+    return 2 * source.numel() / (float(start.elapsed_time(stop)) / 1e3)
 
 
 def _measure_adam(pool: native.ThreadPool) -> float:

@@ -36,11 +36,11 @@ class _StreamMark:
 
     def __init__(self, anchor: torch.cuda.Event, anchor_ns: int) -> None:
         self._anchor, self._anchor_ns = anchor, anchor_ns
-        self._event = torch.cuda.Event(enable_timing=True)
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record()
 
     def time_ns(self) -> int | None:
-        if not self._event.query():
+        if not self._event.query():  # type: ignore[no-untyped-call]
             return None
         return self._anchor_ns + int(self._anchor.elapsed_time(self._event) * 1e6)
 
@@ -60,7 +60,7 @@ class ComputeClock:
         self._lock = threading.Lock()
         if self._cuda:
             torch.cuda.synchronize(device)
-            self._anchor = torch.cuda.Event(enable_timing=True)
+            self._anchor = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._anchor.record()
             self._anchor.synchronize()
             self._anchor_ns = time.monotonic_ns()
