@@ -28,6 +28,7 @@ from infinity.optim.optimizer import TieredAdamW
 from infinity.optim.pipeline import Pipeline
 from infinity.planner.hardware import Hardware, choose_device, survey
 from infinity.planner.plan import STAGING, Plan, Rates, Wish, grads_on_their_way, make_plan
+from infinity.runtime.arguments import move_arguments
 from infinity.runtime.builder import build
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.hooks import Hooks
@@ -166,6 +167,8 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         )
         closers.callback(scheduler.close)
         hooks = Hooks(module, units, scheduler, device=device, gather_limit_bytes=plan.spare_bytes(Tier.CPU))
+        if device.type != "cpu":
+            closers.callback(move_arguments(module, device).remove)
         optimizer.on_cleared = hooks.forget_grads
         return Parts(
             config=config,
