@@ -81,6 +81,8 @@ class Grads:
         )
         self._present: dict[FlatKey, frozenset[int]] = {}
         self._begun: set[Chunk] = set()
+        self._norms: dict[FlatKey, Tensor] = {}
+        """Per flat that came down whole: the norms of its chunks, fp32 on the GPU."""
         self.arrivals = 0
         """How many flat gradients have arrived since the start."""
         self._guards: dict[Chunk, Promise] = {}
@@ -137,7 +139,11 @@ class Grads:
             return
         count.start(1)
         arrived = COMPLETED if is_there else self._mover.download(grad, ready, rest)
-        self._mover.push([Arrival(tuple(chunks), rest, arrived, count.down)])
+        if grad.device.type == "cpu":
+            self._mover.push([Arrival(tuple(chunks), rest, arrived, count.down)])
+        else:
+            self._norms[chunks[0].flat_key] = _norms_of([grad[chunk.interval.start : chunk.interval.stop] for chunk in chunks])
+            self._mover.push([Arrival((), rest, arrived, count.down)])
 
     def _send_chunks(self, chunks: list[Chunk], grad: Tensor, ready: torch.cuda.Event | None, count: _Countdown) -> None:
         moves = []
@@ -214,12 +220,18 @@ class Grads:
     def _forget(self) -> None:
         self._present = {}
         self._begun = set()
+        self._norms = {}
         self._mover.clear()
 
     def _resident(self, chunk: Chunk) -> Tensor:
         resident = self._store.resident(chunk.key(Group.GRAD))
         assert resident is not None
         return typed(resident, chunk.grad_dtype, chunk.numel)
+
+
+def _norms_of(tensors: list[Tensor]) -> Tensor:
+    """[len(tensors)] fp32 on their device."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float32))
 
 
 class _Countdown:

@@ -127,10 +127,11 @@ def make_plan(
     """
     hbm_limit = (hbm_free // 2 if wish.hbm_limit is None else wish.hbm_limit) if device.type == "cuda" else 0
     cpu_limit = cpu_available * 4 // 5 if wish.cpu_limit is None else wish.cpu_limit
-    all_hbm = _all_fits_in_hbm(layouts, wish, device, hbm_limit, root)
-    chunk_numel = _longest(layouts) if all_hbm else _fit_chunk(layouts, wish, cpu_limit)
-    working = tuple(_working(layouts, wish, device, chunk_numel, root, all_hbm))
-    room = {Tier.HBM: hbm_limit, Tier.CPU: cpu_limit}
+    limits = {Tier.HBM: hbm_limit, Tier.CPU: cpu_limit}
+    is_still = any(_rests_in(tier, layouts, wish, device, limits, root) for tier in limits)
+    chunk_numel = _longest(layouts) if is_still else _fit_chunk(layouts, wish, cpu_limit)
+    working = tuple(_working(layouts, wish, device, chunk_numel, root, is_still))
+    room = dict(limits)
     for tier, limit in room.items():
         needed = sum(item.nbytes for item in working if item.tier is tier)
         if needed > limit and (limit or tier is Tier.CPU or device.type == "cuda"):
@@ -148,7 +149,7 @@ def make_plan(
         chunk_numel=chunk_numel,
         specs=specs,
         working=working,
-        limits={Tier.HBM: hbm_limit, Tier.CPU: cpu_limit},
+        limits=limits,
         traffic=_traffic(specs, device),
         rates=rates,
         num_params=sum(slot.numel for layout in layouts for flat in layout.flats for slot in flat.slots),
@@ -177,17 +178,18 @@ def _longest(layouts: Sequence[UnitLayout]) -> int:
     return max((flat.shard_numel for layout in layouts for flat in layout.flats), default=CHUNK_GRANULE)
 
 
-def _all_fits_in_hbm(layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, hbm_limit: int, root: int | None) -> bool:
-    """Nothing has to move: chunks may be whole flat buffers, which take the fewest launches, and nothing is staged."""
-    if device.type != "cuda" or not {wish.param, wish.grad, wish.optimizer} <= {None, Tier.HBM}:
+def _rests_in(tier: Tier, layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, limits: Mapping[Tier, int], root: int | None) -> bool:
+    """All states rest in one memory tier: nothing is staged, and chunks may be whole flat buffers, which take the fewest calls."""
+    allowed: set[Tier | None] = {tier, None} if tier is Tier.HBM or device.type == "cpu" else {tier}
+    if not {wish.param, wish.grad, wish.optimizer} <= allowed:
         return False
-    working = _working(layouts, wish, device, _longest(layouts), root, all_hbm=True)
+    working = _working(layouts, wish, device, _longest(layouts), root, is_still=True)
     resting = sum(
         flat.shard_numel * sum(_element_bytes(flat, group, wish) for group in (Group if flat.trainable else (Group.PARAM,)))
         for layout in layouts
         for flat in layout.flats
     )
-    return resting + sum(item.nbytes for item in working if item.tier is Tier.HBM) <= hbm_limit
+    return resting + sum(item.nbytes for item in working if item.tier is tier) <= limits[tier]
 
 
 def _fit_chunk(layouts: Sequence[UnitLayout], wish: Wish, cpu_limit: int) -> int:
@@ -199,7 +201,9 @@ def _fit_chunk(layouts: Sequence[UnitLayout], wish: Wish, cpu_limit: int) -> int
     return numel
 
 
-def _working(layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, chunk_numel: int, root: int | None, all_hbm: bool) -> Iterator[Working]:
+def _working(
+    layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, chunk_numel: int, root: int | None, is_still: bool
+) -> Iterator[Working]:
     compute = Tier.HBM if device.type == "cuda" else Tier.CPU
     blocks = sorted((layout.nbytes for layout in layouts if layout.index != root), reverse=True)
     always = sum(layout.nbytes for layout in layouts if layout.index == root)
@@ -207,9 +211,9 @@ def _working(layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, ch
     yield Working(name="live units", tier=compute, nbytes=always + sum(blocks[: wish.prefetch_units + 2]))
     yield Working(name="gradients in flight", tier=compute, nbytes=always_grads + 2 * grads_on_their_way(layouts))
     chunk_bytes = chunk_numel * STATE_BYTES
-    if device.type == "cuda":
+    if device.type == "cuda" and wish.optimizer in (None, Tier.HBM):
         yield Working(name="fp32 gradient of a chunk", tier=Tier.HBM, nbytes=chunk_bytes)
-    if all_hbm:
+    if is_still:
         return
     yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=RING * len(OPTIMIZER_STATES) * chunk_bytes)
     yield Working(name="parameter ring", tier=Tier.CPU, nbytes=RING * chunk_bytes)

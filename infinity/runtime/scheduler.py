@@ -117,7 +117,7 @@ class Scheduler:
             for other in self._ahead_of(index):
                 if other not in self._fetches:
                     self._request(other)
-            self._changed.notify_all()
+            self._wake_mover()
         if fetch.has_landed():
             fetch.wait(self._deadline_s, self._is_alive)
         else:
@@ -133,7 +133,7 @@ class Scheduler:
             if self._cuda and fetch.nbytes:
                 for flat in fetch.flats:
                     flat.record_stream(torch.cuda.current_stream())  # views that outlive the release may still be read by it
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
                 self._retired.append(Retired(fetch, event))
             else:
@@ -235,6 +235,11 @@ class Scheduler:
         if self._closing:
             raise ClosedError("the engine is closed: call infinity.initialize again")
 
+    def _wake_mover(self) -> None:
+        """Only where there is something for it: a thread that wakes up takes time from the one that launches compute."""
+        if self._queue:
+            self._changed.notify_all()
+
     def _ahead_of(self, index: int) -> list[int]:
         """What to fetch ahead while `index` is used. Never past the end of the step: the update would make it stale."""
         ahead = self._trace.visit(index, self._prefetch_units)
@@ -331,7 +336,7 @@ class Scheduler:
             self._movers.slabs.trim()
 
     def _reap(self) -> None:
-        while self._retired and self._retired[0].event.query():
+        while self._retired and self._retired[0].event.query():  # type: ignore[no-untyped-call]
             self._used_bytes -= self._retired.popleft().nbytes
 
     def _give_up(self, fetch: Fetch) -> None:
