@@ -277,17 +277,19 @@ class GradMover:
         return dropped
 
     def _staging(self, chunks: Iterable[Chunk]) -> tuple[int, int]:
-        """Bytes per buffer of the two rings: what placement and dtypes make necessary, else 0."""
+        """Bytes per buffer of the two rings."""
         addends = totals = 0
         for chunk in chunks:
             tier = self._store.tier(chunk.key(Group.GRAD))
-            if tier is Tier.HBM:
-                continue
-            if self._side_stream is not None:
-                addends = max(addends, chunk.numel * chunk.dtype.itemsize)
-            if tier is Tier.NVME:
-                totals = max(totals, chunk.numel * chunk.grad_dtype.itemsize)
+            addend, total = landing_bytes(chunk.numel, chunk.dtype, chunk.grad_dtype, tier, is_cuda=self._side_stream is not None)
+            addends, totals = max(addends, addend), max(totals, total)
         return addends, totals
+
+
+def landing_bytes(numel: int, dtype: torch.dtype, grad_dtype: torch.dtype, tier: Tier, *, is_cuda: bool) -> tuple[int, int]:
+    """Bytes that an arriving chunk needs in a buffer of the addends' ring and of the totals' ring, by where it rests."""
+    addend = numel * dtype.itemsize if is_cuda and tier is not Tier.HBM else 0
+    return addend, numel * grad_dtype.itemsize if tier is Tier.NVME else 0
 
 
 def _chunks_of(item: _Landing | Arrival) -> tuple[Chunk, ...]:

@@ -26,6 +26,10 @@ from infinity.storage.work import COMPLETED, Work, join
 from infinity.timeline import Timeline
 
 
+BUFFERS = 3
+"""Of each kind in the update: one being read, one being updated, one being written."""
+
+
 @dataclass(slots=True, eq=False)
 class _Hand:
     """A chunk between its reads and its writes."""
@@ -74,7 +78,7 @@ class Pipeline:
         timeline: Timeline,
         device: torch.device,
         deadline_s: float,
-        buffers: int = 3,
+        buffers: int = BUFFERS,
     ) -> None:
         assert buffers >= 3, "one chunk is read, one updated and one written at the same time"
         self._chunks = tuple(chunks)
@@ -186,12 +190,12 @@ class Pipeline:
 
     def _read_ahead(self, step: _Step) -> None:
         """Start the reads of coming chunks, as many as get a buffer without waiting; chunks in memory, which need none, do not stand in the way."""
-        while step.unread and self._staging.can_read(Homes.of(self._store, step.unread[0])):
+        while step.unread and self._staging.can_read(self._homes(step.unread[0])):
             self._read_next(step)
 
     def _read_next(self, step: _Step) -> None:
         chunk = step.unread.popleft()
-        homes = Homes.of(self._store, chunk)
+        homes = self._homes(chunk)
         states, states_loan, states_arrived = self._read_states(chunk, homes)
         grad, grad_loan, grad_arrived = self._read_grad(chunk, homes)
         step.hands.append(_Hand(chunk, homes, states, states_loan, grad, grad_loan, join((states_arrived, grad_arrived))))
@@ -315,6 +319,9 @@ class Pipeline:
         if fills_gaps:
             for gap in _gaps(runs, hand.chunk.numel):
                 param[gap].copy_(states[0][gap])
+
+    def _homes(self, chunk: Chunk) -> Homes:
+        return Homes.of(self._store.tier, chunk.key(Group.OPTIMIZER))
 
     def _resident(self, chunk: Chunk, group: Group) -> Tensor:
         resident = self._store.resident(chunk.key(group))

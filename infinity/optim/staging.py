@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from infinity.kinds import OPTIMIZER_STATES, Group, Tier
 from infinity.optim.chunks import Chunk
 from infinity.optim.ring import Ring
+from infinity.storage.chunks import ChunkKey
 from infinity.storage.store import Store
 from infinity.storage.tiers import Pools
 
@@ -26,8 +27,10 @@ class Homes:
     param: Tier
 
     @classmethod
-    def of(cls, store: Store, chunk: Chunk) -> Homes:
-        return cls(store.tier(chunk.key(Group.OPTIMIZER)), store.tier(chunk.key(Group.GRAD)), store.tier(chunk.key(Group.PARAM)))
+    def of(cls, tier_of: Callable[[ChunkKey], Tier], key: ChunkKey) -> Homes:
+        """The homes of the chunk that `key`, of any group, belongs to."""
+        states, grad, param = (ChunkKey(key.unit, key.flat, group, key.chunk) for group in (Group.OPTIMIZER, Group.GRAD, Group.PARAM))
+        return cls(tier_of(states), tier_of(grad), tier_of(param))
 
     @property
     def on_gpu(self) -> bool:
@@ -62,7 +65,8 @@ class Staging:
     def __init__(self, chunks: Iterable[Chunk], store: Store, *, pools: Pools, device: torch.device, count: int) -> None:
         sizes = dict.fromkeys(("states", "grads", "params", "device_grads", "device_params"), 0)
         for chunk in chunks:
-            for name, nbytes in _wanted(chunk, Homes.of(store, chunk)).items():
+            homes = Homes.of(store.tier, chunk.key(Group.OPTIMIZER))
+            for name, nbytes in ring_bytes(chunk.numel, chunk.dtype, chunk.grad_dtype, homes).items():
                 sizes[name] = max(sizes[name], nbytes)
 
         def take_hbm(nbytes: int) -> Tensor:
@@ -98,17 +102,17 @@ class Staging:
             raise failure
 
 
-def _wanted(chunk: Chunk, homes: Homes) -> dict[str, int]:
-    """Bytes that `chunk` needs in a buffer of each ring."""
+def ring_bytes(numel: int, dtype: torch.dtype, grad_dtype: torch.dtype, homes: Homes) -> dict[str, int]:
+    """Bytes that a chunk of `numel` elements with these homes needs in a buffer of each ring."""
     wanted = {}
     if homes.stages_states:
-        wanted["states"] = len(OPTIMIZER_STATES) * chunk.numel * _FP32_BYTES
+        wanted["states"] = len(OPTIMIZER_STATES) * numel * _FP32_BYTES
     if homes.stages_grad:
-        wanted["grads"] = chunk.numel * chunk.grad_dtype.itemsize
+        wanted["grads"] = numel * grad_dtype.itemsize
     if homes.stages_param:
-        wanted["params"] = chunk.numel * chunk.dtype.itemsize
+        wanted["params"] = numel * dtype.itemsize
     if homes.uploads_grad:
-        wanted["device_grads"] = chunk.numel * chunk.grad_dtype.itemsize
+        wanted["device_grads"] = numel * grad_dtype.itemsize
     if homes.downloads_param:
-        wanted["device_params"] = chunk.numel * chunk.dtype.itemsize
+        wanted["device_params"] = numel * dtype.itemsize
     return wanted
