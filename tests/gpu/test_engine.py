@@ -1,0 +1,118 @@
+"""The claims of the parity tests on a CUDA device: any tier, any mixture, the same training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import batches, tiny_gpt
+
+import infinity
+from infinity.kinds import Lane, Tier
+
+pytestmark = pytest.mark.gpu
+
+CPU_KERNEL = [("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme"), ("hbm", "hbm", "cpu"), ("hbm", "cpu", "nvme"), ("cpu", "nvme", "nvme")]
+GPU_KERNEL = [("hbm", "hbm", "hbm"), ("cpu", "cpu", "hbm"), ("nvme", "cpu", "hbm"), ("nvme", "nvme", "hbm")]
+"""Placements of (param, grad, optimizer), by the kernel that updates them."""
+
+
+def settings(tmp_path, placement, **sections):
+    config = {
+        "device": "cuda",
+        "budgets": {"cpu": "256MiB", "hbm": "1GiB"},
+        "nvme": {"paths": [str(tmp_path)], "deadline_s": 30},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "chunk_size": "16KiB"},
+        "store": {"resume": "never"},
+        "placement": dict(zip(("param", "grad", "optimizer"), placement, strict=True)),
+    }
+    for name, keys in sections.items():
+        config[name] = {**config.get(name, {}), **keys}
+    return config
+
+
+def train(config, steps=10, accumulation=1):
+    """(losses, parameters) after some steps."""
+    losses = []
+    with infinity.initialize(tiny_gpt(recompute=True), config) as engine:
+        data = iter(batches(steps * accumulation))
+        for _ in range(steps):
+            for _ in range(accumulation):
+                loss = engine.model(next(data)) / accumulation
+                engine.scale(loss).backward()
+            losses.append(loss.item())
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        with engine.gathered():
+            values = {name: p.detach().cpu().clone() for name, p in engine.model.named_parameters()}
+    return losses, values
+
+
+def plain(steps=10, accumulation=1, max_norm=None):
+    model = tiny_gpt(recompute=True).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    data = iter(batches(steps * accumulation))
+    for _ in range(steps):
+        for _ in range(accumulation):
+            (model(next(data).cuda()) / accumulation).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kernel", [CPU_KERNEL, GPU_KERNEL], ids=["cpu kernel", "gpu kernel"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_where_states_rest_does_not_change_what_one_kernel_computes(tmp_path, kernel, dtype):
+    runs = [train(settings(tmp_path, placement, precision={"dtype": dtype})) for placement in kernel]
+    for placement, (losses, values) in zip(kernel, runs, strict=True):
+        assert losses == runs[0][0], placement
+        assert all(torch.equal(values[name], runs[0][1][name]) for name in values), placement
+
+
+@pytest.mark.parametrize("placement", [*CPU_KERNEL, *GPU_KERNEL], ids="-".join)
+def test_fp32_training_on_the_gpu_stays_with_torch(tmp_path, placement):
+    """Clipped and accumulated. One step rounds alike within 2 ulp; ten let the distance grow to 1e-5 of a step's size."""
+    config = settings(tmp_path, placement, optimizer={"max_grad_norm": 0.5}, train={"accumulation": 2})
+    _, ours = train(config, accumulation=2)
+    for name, want in plain(accumulation=2, max_norm=0.5).items():
+        torch.testing.assert_close(ours[name], want, rtol=1e-5, atol=1e-6)
+
+
+def test_hbm_at_rest_is_nothing_when_everything_is_on_nvme(tmp_path):
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with infinity.initialize(tiny_gpt(), settings(tmp_path, ("nvme", "nvme", "nvme"))) as engine:
+        for ids in batches(2):
+            engine.model(ids).backward()
+            engine.optimizer.step()
+        torch.cuda.synchronize()
+        engine._parts.scheduler.invalidate()
+        held = torch.cuda.memory_allocated() - before
+        live = engine.plan.working_bytes(Tier.HBM)
+        assert held <= live + 2**20
+        assert engine.statistics()["bytes"][Lane.UPLOAD] > 0
+
+
+def test_a_checkpoint_of_one_placement_goes_on_in_another(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    data = batches(6)
+
+    def steps(engine, some):
+        losses = []
+        for ids in some:
+            loss = engine.model(ids)
+            loss.backward()
+            engine.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    with infinity.initialize(tiny_gpt(), settings(tmp_path / "a", ("nvme", "cpu", "nvme"))) as engine:
+        steps(engine, data[:3])
+        engine.save(tmp_path / "checkpoint").wait()
+        want = steps(engine, data[3:])
+    config = settings(tmp_path / "b", ("hbm", "hbm", "cpu"))
+    with infinity.initialize(tiny_gpt(1), config, checkpoint=tmp_path / "checkpoint") as engine:
+        assert engine.global_step == 3
+        assert steps(engine, data[3:]) == want
