@@ -37,6 +37,7 @@ class AttachedUnit:
         self.is_writable = False
         """Values may be changed in place now; the release commits them."""
         self.began_ns = 0
+        self._version = unit.version
         self._versions = 0
         self._holders: tuple[list[int], list[int]] = [], []
         self._trained: list[Any] = [param for param in unit.params if param.requires_grad]
@@ -73,6 +74,7 @@ class AttachedUnit:
             param = seat.param
             param.__class__ = seat.plain_class
             param.data = place
+        self._version = self.unit.version
         self._versions = self._count_versions()
         self._holders = self._count_holders()
 
@@ -91,6 +93,10 @@ class AttachedUnit:
                 f"requires_grad of {changed.name!r} is now {not changed.trainable}, but it was {was} when the engine laid out its files. "
                 "Set it back, or freeze and thaw before infinity.initialize"
             )
+
+    def is_outdated(self) -> bool:
+        """Whether the unit's values were updated since it came."""
+        return self._version != self.unit.version
 
     def is_kept(self) -> bool:
         """Whether autograd or a checkpoint has saved a live parameter as itself since the unit came: after the release it would be a placeholder.

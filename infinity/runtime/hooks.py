@@ -25,7 +25,7 @@ from infinity.runtime.gather import StateDicts, gathered, refuse_moves
 from infinity.runtime.live import LiveUnits, graph_task
 from infinity.runtime.parameter import Seat
 from infinity.runtime.residency import Residency
-from infinity.runtime.saved import SavedTensors, can_chain, is_ours, top_hooks
+from infinity.runtime.saved import SavedTensors, can_chain, is_checkpoints, is_ours, top_hooks
 from infinity.runtime.tensors import tensors_in
 from infinity.runtime.units import Unit
 from infinity.timeline import Timeline
@@ -179,18 +179,17 @@ class Hooks:
             self._live.release(over)
 
     def _wants_saved(self, site: Site, is_outermost: bool) -> bool:
-        """Whether this call puts an entry on the stack of saved-tensor hooks.
+        """Whether this call puts an entry on the stack of saved-tensor hooks: where the one on top is not ours.
 
-        It must be the same answer in forward and in its recomputation, or torch.utils.checkpoint counts different tensors: so a call of
-        a whole unit always covers what is on top, and a module inside a unit never covers anything. Where the stack cannot be looked into (torch
-        before 2.8) only the outermost call does, so that checkpoints within the model work, and hooks around the model are blind in it.
+        Over a checkpoint's it must be the same answer in forward and in its recomputation, or the checkpoint counts different tensors. So
+        a call of a whole unit always goes on top; a module inside a unit, which has nothing to do while the unit is in use, never does.
+        Where the stack cannot be looked into (torch before 2.8) only the outermost call does: checkpoints within the model work, and
+        hooks around the model are blind in it.
         """
         if not can_chain():
             return is_outermost
         top = top_hooks()
-        if site.within is not None:
-            return top is None
-        return not is_ours(top, self._live.storages)
+        return not is_ours(top, self._live.storages) and not (site.within is not None and is_checkpoints(top))
 
     def _watch(self, out: Any, unit: AttachedUnit | None) -> None:
         """Have backward call `_begin` before it enters what made `out`."""
@@ -318,7 +317,8 @@ class Hooks:
         return gathered(self._live, units, write=write)
 
     def forget_grads(self) -> None:
-        """The engine gave its gradients up (zero_grad): `p.grad` is None again."""
+        """The engine gave its gradients up (zero_grad): `p.grad` is None again. What an interrupted call left live goes too."""
+        self.reset()
         for unit in self._live.units:
             for seat in unit.seats:
                 seat.is_held = False

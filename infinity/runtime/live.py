@@ -40,6 +40,7 @@ class LiveUnits:
         self.storages = LiveStorages()
         self._live: dict[AttachedUnit, None] = {}
         self._timeline = timeline
+        self._owners = {param: unit for unit in self.units for param in unit.unit.params}
         self._link_parents()
 
     def _link_parents(self) -> None:
@@ -56,6 +57,8 @@ class LiveUnits:
 
     def fetch(self, unit: AttachedUnit) -> list[Tensor]:
         """Make a unit live; in return release those that nobody needs any more. Raises TraceError when requires_grad was changed."""
+        if unit.flats is not None and unit.is_outdated():  # left over from a call that was interrupted
+            self.release(unit)
         if unit.flats is None:
             self.release_idle(beside=unit)
             unit.check_trainable()
@@ -109,8 +112,7 @@ class LiveUnits:
 
     def with_params(self, params: Iterable[nn.Parameter]) -> list[AttachedUnit]:
         """The units that own any of `params`."""
-        wanted = set(params)
-        return [unit for unit in self.units if wanted.intersection(unit.unit.params)]
+        return list(dict.fromkeys(self._owners[param] for param in params if param in self._owners))
 
     def wake(self, seats: Sequence[Seat]) -> None:
         """Make the units of these parameters live."""

@@ -143,5 +143,10 @@ def is_ours(pair: tuple[Hook, Hook] | None, storages: LiveStorages) -> bool:
     return isinstance(owner, SavedTensors) and owner._storages is storages
 
 
+def is_checkpoints(pair: tuple[Hook, Hook] | None) -> bool:
+    """Whether the pair on top is torch.utils.checkpoint's, which counts what is saved, in forward and again in recomputation."""
+    return pair is not None and getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 _TOP = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__

@@ -93,6 +93,35 @@ def test_an_interrupted_submodule_is_no_obstacle_to_the_model():
     check_like_plain(model, residency)
 
 
+def test_what_an_interrupt_left_live_is_not_used_in_the_next_step():
+    model = build()
+    hooks, residency = attach(model)
+    model[1].trouble = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    unit = hooks._live.units[1].unit
+    residency.values[unit][0].zero_()
+    unit.version += 1
+    hooks.forget_grads()
+    assert not model[1].linear(X).any()
+    assert not residency.live and top_hooks() is None
+
+
+def test_a_block_called_after_an_interrupt_and_an_update_has_new_values():
+    model = build()
+    hooks, residency = attach(model)
+    model[1].trouble = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    model[1].trouble = None
+    unit = hooks._live.units[1].unit
+    residency.values[unit][0].zero_()
+    unit.version += 1
+    assert not model[1](X).any()
+    hooks.reset()
+    assert not residency.live and top_hooks() is None
+
+
 def test_reset_ends_what_was_interrupted():
     model = build()
     hooks, residency = attach(model)
@@ -283,6 +312,20 @@ def test_a_users_save_on_cpu_still_sees_activations():
     assert top_hooks() is None
 
 
+@pytest.mark.parametrize("part", [lambda m: m, lambda m: m[1], lambda m: m[1].linear])
+def test_hooks_that_keep_what_they_get_do_not_keep_placeholders(part):
+    model, plain = build(), build()
+    _, residency = attach(model)
+    for net in (plain, model):
+        x = X.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            part(net)(x).pow(2).sum().backward()
+        if net is plain:
+            want = x.grad
+    assert torch.equal(x.grad, want)
+    assert all(same(param.grad, residency.grad(name)) for name, param in plain.named_parameters())
+
+
 def test_a_second_thread_is_refused():
     class Waits(nn.Module):
         def __init__(self):
@@ -304,6 +347,22 @@ def test_a_second_thread_is_refused():
     model.go.set()
     thread.join()
     assert model(X).shape == X.shape, "the refused call left no trace"
+
+
+def test_a_users_own_hooks_see_what_they_expect():
+    def hooked(net, seen):
+        net[1].linear.weight.register_hook(lambda grad: grad * 2)
+        net[2].register_full_backward_hook(lambda module, grads_in, grads_out: seen.append(grads_out[0].sum().item()))
+        net[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        net(X).pow(2).sum().backward()
+        return net, seen
+
+    model = build()
+    _, residency = attach(model)
+    plain, want = hooked(build(), [])
+    _, got = hooked(model, [])
+    assert want == got
+    assert all(same(param.grad, residency.grad(name)) for name, param in plain.named_parameters())
 
 
 def test_replicas_are_refused():
