@@ -131,12 +131,15 @@ class NvmeTier:
         return self.read(key, self._slots[key], into)
 
     def read(self, key: ChunkKey, slot: Slot, into: torch.Tensor) -> Work:
-        """As `fetch`, from a place where the chunk was before."""
+        """As `fetch`, from a place where the chunk was before, or from a part of its place."""
         return self._start(Lane.NVME_READ, key, slot, into)
 
     def write_back(self, key: ChunkKey, source: torch.Tensor) -> Work:
         """`source`: as `into` of `fetch`; unchanged until the work is over."""
-        slot = self._slots[key]
+        return self.write(key, self._slots[key], source)
+
+    def write(self, key: ChunkKey, slot: Slot, source: torch.Tensor) -> Work:
+        """As `write_back`, to a part of the chunk's place."""
         slot.file.is_written = True
         return self._start(Lane.NVME_WRITE, key, slot, source)
 

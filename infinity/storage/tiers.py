@@ -109,6 +109,14 @@ class MemoryTier:
         nbytes = self._nbytes[key]
         return self._copy(as_bytes(source)[:nbytes], self._chunks[key][:nbytes], str(key))
 
+    def copy_out(self, key: ChunkKey, start: int, into: torch.Tensor) -> Work:
+        """Start copying the chunk's bytes from `start` on into `into`, as many as it holds."""
+        return self._copy(self._chunks[key][start : start + into.numel()], into, str(key))
+
+    def copy_in(self, key: ChunkKey, start: int, source: torch.Tensor) -> Work:
+        """Start copying `source` into the chunk, at byte `start`; it stays as it is until the work is over."""
+        return self._copy(source, self._chunks[key][start : start + source.numel()], str(key))
+
     def close(self) -> None:
         self._chunks.clear()
         self._nbytes.clear()

@@ -6,8 +6,10 @@ import pytest
 import torch
 from storage.storage_rig import UNITS, contents, fill, make_spec, pattern
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StorageError
 from infinity.kinds import Group, Tier
+from infinity.sizes import MiB
+from infinity.storage import publish
 
 
 def specs_on(*tiers: Tier):
@@ -51,6 +53,38 @@ def test_a_published_run_goes_on_wherever_its_chunks_live_next(open_store, disk,
     assert last.reopen(first, UNITS).step == 8
     for spec in first:
         assert torch.equal(contents(last, spec, pools), pattern(spec, seed=1))
+
+
+def test_what_lives_in_hbm_is_published_in_pieces_whatever_the_size_of_its_chunks(open_store, disk, pools, monkeypatch):
+    monkeypatch.setattr(publish, "_PIECE_BYTES", 8192)
+    specs = [make_spec(0, 0, 2 * MiB, Tier.HBM), make_spec(1, 0, 2048, Tier.HBM), make_spec(1, 1, 2048 * 3, Tier.CPU)]
+    store = open_store(disk)
+    store.build(specs, UNITS)
+    fill(store, specs, pools)
+    pools.plain.trim()
+    before = pools.pinned.allocated_bytes
+    store.publish(1, {})
+    assert pools.pinned.peak_bytes - before <= 4 * 8192, "an HBM chunk of 24 MiB passes through four pieces"
+    store.close()
+
+    again = open_store(disk)
+    again.reopen(specs, UNITS)
+    assert all(torch.equal(contents(again, spec, pools), pattern(spec)) for spec in specs)
+    again.close()
+
+    file = next(path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 24 * MiB)
+    with file.open("r+b") as damaged:
+        damaged.seek(20 * MiB)
+        damaged.write(b"damage")
+    with pytest.raises(StorageError, match=r"checksum of chunk u0\|f0\|optimizer\|c0"):
+        open_store(disk).reopen(specs, UNITS)
+
+
+def test_what_lives_in_memory_is_one_piece_of_memory(open_store, disk, pools):
+    store = open_store(disk)
+    specs = specs_on(Tier.CPU, Tier.CPU, Tier.CPU)
+    store.build(specs, UNITS)
+    assert pools.plain.allocated_bytes == sum(spec.padded_nbytes for spec in specs)
 
 
 def test_a_run_that_died_between_writes_is_refused_with_the_ways_out(open_store, disk, pools):
