@@ -24,14 +24,16 @@ from infinity.optim.adamw import CpuKernel, GpuKernel
 from infinity.optim.chunks import Address, trainable_chunks
 from infinity.optim.grads import Grads
 from infinity.optim.loss_scale import LossScale
-from infinity.optim.optimizer import TieredAdamW
+from infinity.optim.optimizer import TieredAdamW, checked_groups
 from infinity.optim.pipeline import Pipeline
 from infinity.planner.hardware import Hardware, choose_device, survey
-from infinity.planner.plan import STAGING, Plan, Rates, Wish, grads_on_their_way, make_plan
+from infinity.planner.place import Wish
+from infinity.planner.plan import Plan, Rates, make_plan
+from infinity.planner.working import LIVE, ON_THEIR_WAY, STAGING
 from infinity.runtime.arguments import move_arguments
 from infinity.runtime.builder import build
 from infinity.runtime.compute_clock import ComputeClock
-from infinity.runtime.hooks import Hooks
+from infinity.runtime.hooks import Hooks, check_params
 from infinity.runtime.scheduler import Movers, Scheduler
 from infinity.runtime.states import States
 from infinity.runtime.units import Cast, Unit, find_units, make_units
@@ -86,10 +88,10 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         timeline = Timeline()
         cast = make_cast(config, module)
         units = _units_of(module, config, cast)
+        groups = checked_groups(group_params(module, param_groups), _addresses(units), **_defaults(config))
+        check_params(units)
         plan = plan_units(units, config, hardware, paths, before)
-        pools = Pools(
-            pinned=SlabPool(pin=device.type == "cuda", threads=min(8, hardware.cores)), plain=SlabPool(pin=False, threads=min(8, hardware.cores))
-        )
+        pools = _make_pools(plan, threads=min(8, hardware.cores))
         closers.callback(pools.pinned.close)
         closers.callback(pools.plain.close)
         copies = Copies(device, timeline)
@@ -133,16 +135,13 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         closers.callback(pipeline.close)
         loss_scale = _loss_scale(config)
         optimizer = TieredAdamW(
-            group_params(module, param_groups),
+            groups,
             addresses=_addresses(units),
             grads=grads,
             pipeline=pipeline,
             loss_scale=loss_scale,
             max_grad_norm=config.optimizer.max_grad_norm,
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
+            **_defaults(config),
         )
         movers = Movers(
             store=store,
@@ -153,15 +152,15 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             states=states,
             clock=ComputeClock(timeline, device),
         )
-        working = {item.name: item.nbytes for item in plan.working}
+        compute = Tier.HBM if device.type == "cuda" else Tier.CPU
         scheduler = Scheduler(
             units,
             movers,
             device,
             chunk_numel=plan.chunk_numel,
-            budget_bytes=working["live units"],
-            spare_bytes=plan.spare_bytes(Tier.HBM if device.type == "cuda" else Tier.CPU),
-            grad_bytes=grads_on_their_way([unit.layout for unit in units]),
+            budget_bytes=plan.working_bytes(compute, LIVE),
+            spare_bytes=plan.spare_bytes(compute),
+            grad_bytes=plan.working_bytes(compute, ON_THEIR_WAY),
             prefetch_units=config.prefetch.units,
             deadline_s=deadline_s,
         )
@@ -258,7 +257,6 @@ def plan_units(units: Sequence[Unit], config: Config, hardware: Hardware, paths:
         prefetch_units=config.prefetch.units,
         accumulates=config.train.accumulation > 1,
     )
-    root = next((unit.index for unit in units if unit.is_root), None)
     rates = Rates(upload=hardware.upload_rate, adam=hardware.adam_rate)
     plan = make_plan(
         [unit.layout for unit in units],
@@ -267,7 +265,7 @@ def plan_units(units: Sequence[Unit], config: Config, hardware: Hardware, paths:
         hbm_free=hardware.hbm_free,
         cpu_available=hardware.cpu_available,
         rates=rates,
-        root=root,
+        around=_around(units),
     )
     if plan.resting(Tier.NVME):
         if not paths:
@@ -278,6 +276,12 @@ def plan_units(units: Sequence[Unit], config: Config, hardware: Hardware, paths:
         measured = [probe.rates(path.path) for path in paths]
         rates = replace(rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
     return replace(plan, rates=rates, baseline=before)
+
+
+def _around(units: Sequence[Unit]) -> list[int]:
+    """The units that stay live beside others: the root, and those whose module contains another unit's."""
+    modules = {unit.module for unit in units}
+    return [unit.index for unit in units if unit.is_root or len(modules.intersection(unit.module.modules())) > 1]
 
 
 def _tier(place: str) -> Tier | None:
@@ -297,6 +301,14 @@ def _adam_threads() -> int:
     """All cores, less two for the threads that launch compute and I/O where there are enough."""
     cores = len(os.sched_getaffinity(0))
     return cores if cores <= 4 else cores - 2
+
+
+def _make_pools(plan: Plan, threads: int) -> Pools:
+    """Without a GPU nothing is pinned, and all CPU memory comes from one pool that grows no further than the plan."""
+    if plan.device.type == "cuda":
+        return Pools(pinned=SlabPool(pin=True, threads=threads), plain=SlabPool(pin=False, threads=threads))
+    pool = SlabPool(pin=False, threads=threads, limit_bytes=plan.held_bytes(Tier.CPU))
+    return Pools(pinned=pool, plain=pool)
 
 
 def _aio_options(config: Config) -> AioOptions:
@@ -351,6 +363,12 @@ def group_params(model: nn.Module, param_groups: ParamGroups | None) -> Any:
     if param_groups is None:
         return [param for param in model.parameters() if param.requires_grad]
     return param_groups(model.named_parameters()) if callable(param_groups) else param_groups
+
+
+def _defaults(config: Config) -> dict[str, Any]:
+    """What a parameter group that says nothing else is updated with."""
+    optimizer = config.optimizer
+    return {"lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay}
 
 
 def _addresses(units: Sequence[Unit]) -> dict[Tensor, Address]:

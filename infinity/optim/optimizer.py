@@ -58,14 +58,7 @@ class TieredAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ConfigError for a parameter that the engine does not train and for options that are not offered."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        _check_options(group)
-        for param in group["params"]:
-            if param.requires_grad and param not in self._addresses:
-                raise ConfigError(
-                    f"param_groups: a parameter of shape {tuple(param.shape)} is not one the engine trains. "
-                    "Build param_groups from the named_parameters() of the model that was given to infinity.initialize"
-                )
+        _check_group(self.param_groups[-1], self._addresses)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Raises TraceError for set_to_none=False: a zero gradient, unlike none, would decay the moments."""
@@ -173,6 +166,31 @@ class TieredAdamW(torch.optim.Optimizer):
     def _reset_clip(self) -> None:
         self._clip = 1.0
         self._clipped_arrivals = None
+
+
+def checked_groups(params: Any, addresses: Mapping[Tensor, Address], **defaults: Any) -> list[dict[str, Any]]:
+    """`params` as the list of groups that `TieredAdamW` makes of it. Raises ConfigError for what it would refuse, while nothing is built."""
+    if isinstance(params, Tensor):
+        raise ConfigError("param_groups is a tensor: give an iterable of parameters, of groups, or a function of named_parameters()")
+    try:
+        copies = [dict(entry) if isinstance(entry, Mapping) else entry for entry in params]
+        groups = torch.optim.Optimizer(copies, defaults).param_groups
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"param_groups: {error}") from error
+    for group in groups:
+        _check_group(group, addresses)
+    return groups
+
+
+def _check_group(group: Mapping[str, Any], addresses: Mapping[Tensor, Address]) -> None:
+    """Raises ConfigError naming the parameter or the option that the engine cannot honour."""
+    for param in group["params"]:
+        if param.requires_grad and param not in addresses:
+            raise ConfigError(
+                f"param_groups: a parameter of shape {tuple(param.shape)} is not one the engine trains. "
+                "Build param_groups from the named_parameters() of the model that was given to infinity.initialize"
+            )
+    _check_options(group)
 
 
 def _check_options(group: Mapping[str, Any]) -> None:

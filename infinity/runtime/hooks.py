@@ -55,7 +55,7 @@ class Hooks:
         timeline: Timeline | None = None,
         gather_limit_bytes: int | None = None,
     ) -> None:
-        _check_params(units)
+        check_params(units)
         device = device or units[0].params[0].device
         timeline = timeline if device.type == "cpu" else None
         self.model, self.residency, self.device = model, residency, device
@@ -366,7 +366,8 @@ def _hidden(hook: Callable[..., None]) -> Callable[..., None]:
     return hidden
 
 
-def _check_params(units: Sequence[Unit]) -> None:
+def check_params(units: Sequence[Unit]) -> None:
+    """Raise TraceError for a parameter that an engine holds already, and for a gradient that would be lost."""
     for unit in units:
         for name, param in zip(unit.names, unit.params, strict=True):
             if "_infinity_seat" in param.__dict__:

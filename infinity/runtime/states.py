@@ -70,22 +70,24 @@ class States:
         """Make full flat buffers the unit's values. A master follows where its parameter changed, and keeps its low bits elsewhere."""
         for f, flat in enumerate(unit.layout.flats):
             for c, interval in enumerate(self._chunks[unit.layout.index, f]):
-                self._commit_chunk(
-                    _Piece(unit.layout.index, f, c, interval, Interval(0, len(interval))), flat, flats[f][interval.start : interval.stop].cpu()
-                )
+                piece = _Piece(unit.layout.index, f, c, interval, Interval(0, len(interval)))
+                self._commit_chunk(piece, flat, flats[f][interval.start : interval.stop])
         self.flush()
 
     def _commit_chunk(self, piece: _Piece, flat: FlatLayout, values: Tensor) -> None:
+        """`values`: on the compute device. They may be the resident bytes themselves, so only the master knows what has changed."""
         param = self._open(piece, flat, State.PARAM)
-        changed = param.cpu() != values
-        if not bool(changed.any()):
-            return
-        param.copy_(values)
-        self._windows[Group.PARAM].dirty = True
+        if param.data_ptr() != values.data_ptr():
+            if bool((param.cpu() == values.cpu()).all()):
+                return
+            param.copy_(values)
+            self._windows[Group.PARAM].dirty = True
         if flat.trainable:
-            master = self._open(piece, flat, State.MASTER)
-            master.copy_(torch.where(changed, values.float(), master.cpu()))
-            self._windows[Group.OPTIMIZER].dirty = True
+            master, values = self._open(piece, flat, State.MASTER), values.cpu()
+            kept = master.cpu()
+            changed = kept.to(flat.dtype) != values
+            master.copy_(torch.where(changed, values.float(), kept))
+            self._windows[Group.OPTIMIZER].dirty |= bool(changed.any())
 
     def tensors(self) -> list[NamedState]:
         """What a checkpoint holds: masters and moments of what is trained, the parameter itself where it is frozen."""
