@@ -37,7 +37,7 @@ def settings(path, placement=NVME, **sections):
 
 def mixed(config, model):
     """The same, with a budget in which half of the states rest on the CPU and the others, of the same units too, on NVMe."""
-    config = {**config, "placement": {}}
+    config = {**config, "placement": {}, "budgets": {"cpu": 0}}
     plan = infinity.plan(model, config)
     half = plan.working_bytes(Tier.CPU) + sum(plan.resting(tier) for tier in Tier) // 2
     return {**config, "budgets": {"cpu": half}}

@@ -25,7 +25,6 @@ from infinity.storage.tiers import Pools
 from infinity.storage.work import COMPLETED, Work, join
 from infinity.timeline import Timeline
 
-
 BUFFERS = 3
 """Of each kind in the update: one being read, one being updated, one being written."""
 

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from infinity.errors import CapacityError
 from infinity.kinds import OPTIMIZER_STATES, Group, Lane, Tier
-from infinity.sharding.layout import CHUNK_GRANULE, FlatLayout, Interval, UnitLayout
-from infinity.sizes import align_up, format_bytes, format_rate
-from infinity.storage.chunks import ChunkKey, ChunkSpec, Part
+from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, pieces, place, specs_of
+from infinity.planner.working import Job, Working, staging, working
+from infinity.sharding.layout import CHUNK_GRANULE, UnitLayout
+from infinity.sizes import SECTOR_BYTES, align_up, format_bytes, format_rate
+from infinity.storage.chunks import ChunkSpec
+from infinity.storage.slabs import PAGE_BYTES, slab_bytes
 
-RING = 3
-"""Buffers of each kind in the update: one being read, one being updated, one being written."""
-
-STATE_BYTES = 4
-"""Masters and moments are fp32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What the configuration says about memory. A limit of None is "auto"; a tier of None is "auto"."""
-
-    hbm_limit: int | None
-    cpu_limit: int | None
-    param: Tier | None = None
-    grad: Tier | None = None
-    optimizer: Tier | None = None
-    chunk_numel: int
-    """Elements of a chunk at most; fewer are taken where the cpu budget is small."""
-    prefetch_units: int
-    accumulates: bool
-    """Gradients rest in fp32 and are added up over micro-steps."""
+_FEWEST_ELEMENTS = 16 * CHUNK_GRANULE
+"""Smaller chunks are not worth their requests, however small the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +29,6 @@ class Rates:
     nvme_write: float = 0.0
     upload: float = 0.0
     adam: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Working:
-    """Memory that is needed while training, whatever rests where: name, tier, bytes."""
-
-    name: str
-    tier: Tier
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +52,17 @@ class Plan:
         """Bytes at rest in a tier."""
         return sum(spec.nbytes for spec in self.specs if spec.tier is tier and group in (None, spec.key.group))
 
-    def working_bytes(self, tier: Tier) -> int:
-        return sum(item.nbytes for item in self.working if item.tier is tier)
+    def working_bytes(self, tier: Tier, name: str | None = None) -> int:
+        """Bytes in a tier beside those at rest, or those of one purpose."""
+        return sum(item.nbytes for item in self.working if item.tier is tier and name in (None, item.name))
+
+    def held_bytes(self, tier: Tier) -> int:
+        """The most that the engine ever holds in a tier, gathering apart."""
+        return self.resting(tier) + self.working_bytes(tier)
 
     def spare_bytes(self, tier: Tier) -> int:
         """What the budget of a tier has left over."""
-        return max(0, self.limits.get(tier, 0) - self.resting(tier) - self.working_bytes(tier))
+        return max(0, self.limits.get(tier, 0) - self.held_bytes(tier))
 
     def seconds(self) -> dict[Lane, float]:
         """Expected seconds a step per lane, where the rate is known."""
@@ -118,37 +99,33 @@ class Plan:
 
 
 def make_plan(
-    layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, *, hbm_free: int, cpu_available: int, rates: Rates, root: int | None
+    layouts: Sequence[UnitLayout],
+    wish: Wish,
+    device: torch.device,
+    *,
+    hbm_free: int,
+    cpu_available: int,
+    rates: Rates,
+    around: Collection[int],
 ) -> Plan:
     """Place every chunk: HBM first, then CPU, and only what does not fit on NVMe.
 
-    `root` is the index of the unit that stays live from the first to the last, if there is one. Raises CapacityError with the
-    smallest budget when the working memory alone does not fit, or when a pinned placement does not.
+    `around`: indices of the units that stay live beside others (see Job). A limit of 0 lets nothing rest in a tier, and training take
+    there what it needs. Raises CapacityError with the smallest budget that works when what has to be there does not fit.
     """
     hbm_limit = (hbm_free // 2 if wish.hbm_limit is None else wish.hbm_limit) if device.type == "cuda" else 0
     cpu_limit = cpu_available * 4 // 5 if wish.cpu_limit is None else wish.cpu_limit
     limits = {Tier.HBM: hbm_limit, Tier.CPU: cpu_limit}
-    is_still = any(_rests_in(tier, layouts, wish, device, limits, root) for tier in limits)
-    chunk_numel = _longest(layouts) if is_still else _fit_chunk(layouts, wish, cpu_limit)
-    working = tuple(_working(layouts, wish, device, chunk_numel, root, is_still))
-    room = dict(limits)
-    for tier, limit in room.items():
-        needed = sum(item.nbytes for item in working if item.tier is tier)
-        if needed > limit and (limit or tier is Tier.CPU or device.type == "cuda"):
-            parts = ", ".join(f"{item.name} {format_bytes(item.nbytes)}" for item in working if item.tier is tier)
-            raise CapacityError(
-                f"budgets.{tier.value} = {format_bytes(limit)} is below the minimum of {needed} bytes ({format_bytes(needed)}) "
-                f"that training needs at hand: {parts}. "
-                f"Raise budgets.{tier.value}, lower prefetch.units, or name smaller units in units.classes."
-            )
-        room[tier] = limit - needed
-    placed = _place(layouts, wish, chunk_numel, room)
-    specs = tuple(chunk_spec(layout, flat, key, interval, tier, wish.accumulates) for layout, flat, key, interval, tier in placed)
+    job = Job(layouts=layouts, around=around, wish=wish, device=device)
+    settled = _settle_whole(job, limits) or _settle(job, _chunk_numel(job, limits), limits)
+    if settled is None:
+        raise _too_small(job, limits)
+    specs = specs_of(settled.chunks, settled.placement, wish.accumulates)
     return Plan(
         device=device,
-        chunk_numel=chunk_numel,
+        chunk_numel=settled.chunk_numel,
         specs=specs,
-        working=working,
+        working=(*settled.items, *_rounding(job, settled)),
         limits=limits,
         traffic=_traffic(specs, device),
         rates=rates,
@@ -157,20 +134,75 @@ def make_plan(
     )
 
 
-def grad_dtype(flat: FlatLayout, accumulates: bool) -> torch.dtype:
-    """The dtype in which gradients rest: their own, or fp32 where micro-steps are added up."""
-    return torch.float32 if accumulates else flat.dtype
+class _Settled(NamedTuple):
+    """Chunks with places, and what is held beside them."""
+
+    chunk_numel: int
+    chunks: Sequence[Piece]
+    placement: Placement
+    items: Sequence[Working]
+
+    def at_rest(self, tier: Tier) -> list[Piece]:
+        return [piece for piece in self.chunks if self.placement[piece.key] is tier]
+
+    def working_bytes(self, tier: Tier) -> int:
+        return sum(item.nbytes for item in self.items if item.tier is tier)
 
 
-def chunk_spec(layout: UnitLayout, flat: FlatLayout, key: ChunkKey, interval: Interval, tier: Tier, accumulates: bool) -> ChunkSpec:
-    """The named tensors of one chunk, end to end."""
-    numel, stem = len(interval), f"{layout.name}|{key.flat}|{interval.start}"
-    if key.group is Group.OPTIMIZER:
-        parts = tuple(Part(name=f"{stem}|{state.value}", dtype=torch.float32, numel=numel) for state in OPTIMIZER_STATES)
-    else:
-        dtype = grad_dtype(flat, accumulates) if key.group is Group.GRAD else flat.dtype
-        parts = (Part(name=f"{stem}|{key.group.value}", dtype=dtype, numel=numel),)
-    return ChunkSpec(key=key, nbytes=sum(part.numel * part.dtype.itemsize for part in parts), tier=tier, parts=parts)
+def _settle_whole(job: Job, limits: Mapping[Tier, int]) -> _Settled | None:
+    """Everything rests in one memory tier: nothing is staged, so chunks may be whole flat buffers, which take the fewest calls."""
+    settled = _settle(job, _longest(job.layouts), limits)
+    return settled if settled is not None and set(settled.placement.values()) in ({Tier.HBM}, {Tier.CPU}) else None
+
+
+def _settle(job: Job, chunk_numel: int, limits: Mapping[Tier, int]) -> _Settled | None:
+    """Fill the tiers. What rests decides what has to be held beside it, and the other way round: hold back more until both fit.
+
+    None when they never do.
+    """
+    chunks = pieces(job.layouts, chunk_numel, job.wish.accumulates)
+    reserve = dict.fromkeys(limits, 0)
+    while True:
+        room = {tier: _room(job, tier, limit - reserve[tier]) for tier, limit in limits.items()}
+        placement = place(chunks, job.wish, room)
+        settled = _Settled(chunk_numel, chunks, placement, working(job, chunks, placement))
+        over = {tier: _over(job, settled, tier, limit) for tier, limit in limits.items()}
+        if not any(over.values()):
+            return settled
+        if all(room[tier] == 0 for tier in over if over[tier]):
+            return None
+        for tier, nbytes in over.items():
+            reserve[tier] = max(reserve[tier] + nbytes, settled.working_bytes(tier)) if nbytes else reserve[tier]
+
+
+def _over(job: Job, settled: _Settled, tier: Tier, limit: int) -> int:
+    """Bytes by which a tier is too small. With a limit of 0 only what rests there is."""
+    resting = _resting(job, settled, tier)
+    return resting if limit == 0 else max(0, resting + settled.working_bytes(tier) - limit)
+
+
+def _resting(job: Job, settled: _Settled, tier: Tier) -> int:
+    """What the chunks at rest in a tier take: one piece of memory, or in CPU memory beside a GPU one pinned and one plain."""
+    sizes = [0, 0]
+    for piece in settled.at_rest(tier):
+        sizes[job.compute is Tier.HBM and piece.key.group is Group.OPTIMIZER] += align_up(piece.nbytes, SECTOR_BYTES)
+    return sum(sizes) if tier is Tier.HBM else sum(map(slab_bytes, sizes))
+
+
+def _room(job: Job, tier: Tier, nbytes: int) -> int:
+    """What may rest in `nbytes`: whole pages, for each of two pieces of memory beside a GPU."""
+    if tier is Tier.CPU and job.compute is Tier.HBM:
+        nbytes -= PAGE_BYTES
+    page = PAGE_BYTES if nbytes >= PAGE_BYTES else SECTOR_BYTES
+    return max(0, nbytes) // page * page
+
+
+def _rounding(job: Job, settled: _Settled) -> list[Working]:
+    found = []
+    for tier in (Tier.HBM, Tier.CPU):
+        nbytes = _resting(job, settled, tier) - sum(piece.nbytes for piece in settled.at_rest(tier))
+        found.append(Working(name="rounding to whole pages", tier=tier, nbytes=nbytes))
+    return [item for item in found if item.nbytes]
 
 
 def _longest(layouts: Sequence[UnitLayout]) -> int:
@@ -178,121 +210,47 @@ def _longest(layouts: Sequence[UnitLayout]) -> int:
     return max((flat.shard_numel for layout in layouts for flat in layout.flats), default=CHUNK_GRANULE)
 
 
-def _rests_in(tier: Tier, layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, limits: Mapping[Tier, int], root: int | None) -> bool:
-    """All states rest in one memory tier: nothing is staged, and chunks may be whole flat buffers, which take the fewest calls."""
-    allowed: set[Tier | None] = {tier, None} if tier is Tier.HBM or device.type == "cpu" else {tier}
-    if not {wish.param, wish.grad, wish.optimizer} <= allowed:
-        return False
-    working = _working(layouts, wish, device, _longest(layouts), root, is_still=True)
-    resting = sum(
-        flat.shard_numel * sum(_element_bytes(flat, group, wish) for group in (Group if flat.trainable else (Group.PARAM,)))
-        for layout in layouts
-        for flat in layout.flats
-    )
-    return resting + sum(item.nbytes for item in working if item.tier is tier) <= limits[tier]
-
-
-def _fit_chunk(layouts: Sequence[UnitLayout], wish: Wish, cpu_limit: int) -> int:
-    """The wished chunk, halved until the rings take at most a quarter of the cpu budget."""
-    numel = align_up(min(wish.chunk_numel, _longest(layouts)), CHUNK_GRANULE)
-    per_element = RING * (len(OPTIMIZER_STATES) * STATE_BYTES + 2 * STATE_BYTES)
-    while numel > 16 * CHUNK_GRANULE and numel * per_element > cpu_limit // 4:
+def _chunk_numel(job: Job, limits: Mapping[Tier, int]) -> int:
+    """The wished chunk, halved until its staging takes at most a quarter of the cpu budget and leaves room for the rest."""
+    numel = align_up(min(job.wish.chunk_numel, _longest(job.layouts)), CHUNK_GRANULE)
+    while numel > _FEWEST_ELEMENTS:
+        least = _least(job, numel)
+        staged = sum(item.nbytes for item in staging(job, least.chunks, least.placement) if item.tier is Tier.CPU)
+        if staged <= limits[Tier.CPU] // 4 and not any(_over(job, least, tier, limit) for tier, limit in limits.items()):
+            break
         numel = align_up(numel // 2, CHUNK_GRANULE)
     return numel
 
 
-def _working(
-    layouts: Sequence[UnitLayout], wish: Wish, device: torch.device, chunk_numel: int, root: int | None, is_still: bool
-) -> Iterator[Working]:
-    compute = Tier.HBM if device.type == "cuda" else Tier.CPU
-    blocks = sorted((layout.nbytes for layout in layouts if layout.index != root), reverse=True)
-    always = sum(layout.nbytes for layout in layouts if layout.index == root)
-    always_grads = sum(_grad_bytes(layout) for layout in layouts if layout.index == root)
-    yield Working(name="live units", tier=compute, nbytes=always + sum(blocks[: wish.prefetch_units + 2]))
-    yield Working(name="gradients in flight", tier=compute, nbytes=always_grads + 2 * grads_on_their_way(layouts))
-    chunk_bytes = chunk_numel * STATE_BYTES
-    if device.type == "cuda" and wish.optimizer in (None, Tier.HBM):
-        yield Working(name="fp32 gradient of a chunk", tier=Tier.HBM, nbytes=chunk_bytes)
-    if is_still:
-        return
-    yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=RING * len(OPTIMIZER_STATES) * chunk_bytes)
-    yield Working(name="parameter ring", tier=Tier.CPU, nbytes=RING * chunk_bytes)
-    yield Working(name="gradient ring", tier=Tier.CPU, nbytes=RING * chunk_bytes)
-    if device.type == "cuda":
-        yield Working(name="upload staging", tier=Tier.CPU, nbytes=STAGING * chunk_bytes)
+def _least(job: Job, chunk_numel: int) -> _Settled:
+    """Nothing rests in memory but what is pinned there."""
+    chunks = pieces(job.layouts, chunk_numel, job.wish.accumulates)
+    placement = place(chunks, job.wish, dict.fromkeys((Tier.HBM, Tier.CPU), 0))
+    return _Settled(chunk_numel, chunks, placement, working(job, chunks, placement))
 
 
-STAGING = 4
-"""Pinned buffers between NVMe reads and uploads."""
+def _most(job: Job) -> _Settled:
+    """Everything rests in memory but what is pinned to NVMe, and nothing has to be staged for it."""
+    chunks = pieces(job.layouts, _longest(job.layouts), job.wish.accumulates)
+    placement = {piece.key: job.wish.tier(piece.key.group) or Tier.CPU for piece in chunks}
+    return _Settled(_longest(job.layouts), chunks, placement, working(job, chunks, placement))
 
 
-def grads_on_their_way(layouts: Sequence[UnitLayout]) -> int:
-    """Bytes of gradients that may be moving down at a time: the largest unit's. As many again are being filled meanwhile."""
-    return max((_grad_bytes(layout) for layout in layouts), default=0)
-
-
-def _grad_bytes(layout: UnitLayout) -> int:
-    return sum(flat.nbytes for flat in layout.flats if flat.trainable)
-
-
-def _place(
-    layouts: Sequence[UnitLayout], wish: Wish, chunk_numel: int, room: dict[Tier, int]
-) -> Iterator[tuple[UnitLayout, FlatLayout, ChunkKey, Interval, Tier]]:
-    """Value per byte: parameters first (read twice a step), then states that the GPU can update, gradients, and the other states."""
-    wishes = {Group.PARAM: wish.param, Group.GRAD: wish.grad, Group.OPTIMIZER: wish.optimizer}
-    on_gpu: set[tuple[int, int, int]] = set()
-    for group in (Group.PARAM, Group.GRAD, Group.OPTIMIZER):
-        if group is Group.GRAD:
-            on_gpu = _claim_hbm(layouts, wish, chunk_numel, room)
-        for layout, flat, key, interval in _chunks(layouts, group, chunk_numel):
-            if (key.unit, key.flat, key.chunk) in on_gpu:
-                tier = Tier.HBM
-            else:
-                allowed = (Tier.HBM, Tier.CPU) if group is Group.PARAM else (Tier.CPU,)
-                tier = _choose(group, len(interval) * _element_bytes(flat, group, wish), wishes[group], allowed, room)
-            yield layout, flat, key, interval, tier
-
-
-def _chunks(layouts: Sequence[UnitLayout], group: Group, chunk_numel: int) -> Iterator[tuple[UnitLayout, FlatLayout, ChunkKey, Interval]]:
-    for layout in layouts:
-        for f, flat in enumerate(layout.flats):
-            if group is Group.PARAM or flat.trainable:
-                for c, interval in enumerate(flat.chunks(chunk_numel)):
-                    yield layout, flat, ChunkKey(unit=layout.index, flat=f, group=group, chunk=c), interval
-
-
-def _claim_hbm(layouts: Sequence[UnitLayout], wish: Wish, chunk_numel: int, room: dict[Tier, int]) -> set[tuple[int, int, int]]:
-    """Chunks whose states and gradients rest in HBM together: a gradient alone there would only have to come down at the step."""
-    claimed: set[tuple[int, int, int]] = set()
-    if not {wish.grad, wish.optimizer} <= {None, Tier.HBM}:
-        return claimed
-    for _, flat, key, interval in _chunks(layouts, Group.OPTIMIZER, chunk_numel):
-        nbytes = len(interval) * (_element_bytes(flat, Group.GRAD, wish) + _element_bytes(flat, Group.OPTIMIZER, wish))
-        if room[Tier.HBM] >= nbytes:
-            room[Tier.HBM] -= nbytes
-            claimed.add((key.unit, key.flat, key.chunk))
-    return claimed
-
-
-def _element_bytes(flat: FlatLayout, group: Group, wish: Wish) -> int:
-    if group is Group.OPTIMIZER:
-        return len(OPTIMIZER_STATES) * STATE_BYTES
-    return grad_dtype(flat, wish.accumulates).itemsize if group is Group.GRAD else flat.dtype.itemsize
-
-
-def _choose(group: Group, nbytes: int, pinned: Tier | None, allowed: Sequence[Tier], room: dict[Tier, int]) -> Tier:
-    if pinned is Tier.NVME:
-        return Tier.NVME
-    for tier in allowed if pinned is None else (pinned,):
-        if room[tier] >= nbytes:
-            room[tier] -= nbytes
-            return tier
-    if pinned is None:
-        return Tier.NVME
-    raise CapacityError(
-        f"placement.{group.value} = {pinned.value!r} does not fit: "
-        f"budgets.{pinned.value} is short by at least {format_bytes(nbytes - room[pinned])}. "
-        f'Raise budgets.{pinned.value} or let placement.{group.value} be "auto".'
+def _too_small(job: Job, limits: Mapping[Tier, int]) -> CapacityError:
+    """Which budget is below its minimum, and what that is made of."""
+    numel = min(_FEWEST_ELEMENTS, align_up(min(job.wish.chunk_numel, _longest(job.layouts)), CHUNK_GRANULE))
+    ways = [_least(job, numel)] if job.compute is Tier.HBM else [_least(job, numel), _most(job)]
+    settled = min(ways, key=lambda way: _resting(job, way, Tier.CPU) + way.working_bytes(Tier.CPU))
+    tier = next((tier for tier, limit in limits.items() if _over(job, settled, tier, limit)), Tier.CPU)
+    needed = _resting(job, settled, tier) + settled.working_bytes(tier)
+    resting = {group: sum(piece.nbytes for piece in settled.at_rest(tier) if piece.key.group is group) for group in Group}
+    pinned = [f'placement.{group} = "{tier}" {format_bytes(nbytes)}' for group, nbytes in resting.items() if nbytes and job.wish.tier(group)]
+    parts = pinned + [f"{item.name} {format_bytes(item.nbytes)}" for item in settled.items if item.tier is tier]
+    if tier is Tier.HBM and job.compute is not Tier.HBM:
+        return CapacityError(f"{', '.join(pinned)}: device is {job.device}, which has no HBM. Use cpu or nvme, or run on a GPU")
+    return CapacityError(
+        f"budgets.{tier} = {format_bytes(limits[tier])} is below the minimum of {needed} bytes ({format_bytes(needed)}) for this model: "
+        f"{', '.join(parts)}. Raise budgets.{tier}, lower prefetch.units, or name smaller units in units.classes."
     )
 
 

@@ -30,7 +30,7 @@ from infinity.storage.budget import Budget
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
-from infinity.storage.slabs import SlabPool
+from infinity.storage.slabs import SlabPool, slab_bytes
 from infinity.storage.store import Store
 from infinity.storage.work import Work
 
@@ -154,8 +154,9 @@ class Scheduler:
 
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
         """A full flat gradient goes to rest; ownership passes. Waits only while too many others are still on their way."""
-        self._grad_budget.take(grad.nbytes, f"the gradient of {unit.name}", self._deadline_s)
-        self._movers.grads.arrive(unit.layout.index, flat, grad, present, on_release=partial(self._grad_budget.give, grad.nbytes))
+        nbytes = self._footprint(grad.nbytes)
+        self._grad_budget.take(nbytes, f"the gradient of {unit.name}", self._deadline_s)
+        self._movers.grads.arrive(unit.layout.index, flat, grad, present, on_release=partial(self._grad_budget.give, nbytes))
 
     def drop_grads(self) -> None:
         """Forget every gradient that came down since the last step."""
@@ -249,7 +250,8 @@ class Scheduler:
     def _request(self, index: int) -> Fetch:
         unit = self._units[index]
         wholes = self._wholes[index]
-        nbytes = sum(flat.nbytes for flat, whole in zip(unit.layout.flats, wholes, strict=True) if whole is None or whole.device != self._device)
+        away = [flat for flat, whole in zip(unit.layout.flats, wholes, strict=True) if whole is None or whole.device != self._device]
+        nbytes = sum(self._footprint(flat.nbytes) for flat in away)
         fetch = Fetch(index, unit.name, nbytes)
         self._fetches[index] = fetch
         if nbytes:
@@ -396,6 +398,10 @@ class Scheduler:
             if before is not None:
                 _hand_back(before, staging, self._deadline_s)
             before = (upload, item.staged)
+
+    def _footprint(self, nbytes: int) -> int:
+        """What a buffer on the compute device takes, as the planner counts it."""
+        return nbytes if self._cuda else slab_bytes(nbytes)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A unit's buffer. In HBM from the upload stream's pool: memory that compute has freed may still be in use by what it queued."""

@@ -1,0 +1,116 @@
+"""What training holds beside what rests, by the rules that the parts themselves follow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.kinds import Group, Tier
+from infinity.optim.grad_mover import RING_COUNT, landing_bytes
+from infinity.optim.pipeline import BUFFERS
+from infinity.optim.staging import Homes, ring_bytes
+from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, grad_dtype
+from infinity.sharding.layout import UnitLayout
+from infinity.storage.publish import STAGING_BYTES as PUBLISH_BYTES
+from infinity.storage.slabs import slab_bytes
+
+STAGING = 4
+"""Pinned buffers between NVMe reads and uploads."""
+
+ON_THEIR_WAY = "gradients on their way"
+LIVE = "live units"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """Memory that is needed while training, whatever rests where: name, tier, bytes."""
+
+    name: str
+    tier: Tier
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The model to place, and where it computes."""
+
+    layouts: Sequence[UnitLayout]
+    around: Collection[int]
+    """Indices of the units that stay live beside others: the root, and those whose module contains another unit's."""
+    wish: Wish
+    device: torch.device
+
+    @property
+    def compute(self) -> Tier:
+        """Where units are live."""
+        return Tier.HBM if self.device.type == "cuda" else Tier.CPU
+
+    def footprint(self, nbytes: int) -> int:
+        """What a buffer on the compute device takes."""
+        return slab_bytes(nbytes) if self.compute is Tier.CPU else nbytes
+
+
+def working(job: Job, chunks: Sequence[Piece], placement: Placement) -> list[Working]:
+    """Everything held beside what rests, once `chunks` rest where `placement` says."""
+    return [item for item in (*_units(job, chunks, placement), *_gradients(job), *staging(job, chunks, placement)) if item.nbytes]
+
+
+def staging(job: Job, chunks: Sequence[Piece], placement: Placement) -> list[Working]:
+    """Of these, what grows with the size of a chunk."""
+    return [*_rings(job, chunks, placement), *_windows(job, chunks, placement)]
+
+
+def _units(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
+    """Those in use, and those ahead. What rests whole where it is computed with is used in place."""
+    away = {(piece.key.unit, piece.key.flat) for piece in chunks if piece.key.group is Group.PARAM and placement[piece.key] is not job.compute}
+    sizes = {
+        layout.index: sum(job.footprint(flat.nbytes) for f, flat in enumerate(layout.flats) if (layout.index, f) in away) for layout in job.layouts
+    }
+    always = sum(sizes.pop(index) for index in job.around)
+    yield Working(name=LIVE, tier=job.compute, nbytes=always + sum(sorted(sizes.values(), reverse=True)[: job.wish.prefetch_units + 2]))
+
+
+def _gradients(job: Job) -> Iterator[Working]:
+    """One unit's are being filled, and those of the units around it; as many as the largest unit has may be on their way down."""
+    sizes = {layout.index: sum(job.footprint(flat.nbytes) for flat in layout.flats if flat.trainable) for layout in job.layouts}
+    always = sum(sizes[index] for index in job.around)
+    inner = max((nbytes for index, nbytes in sizes.items() if index not in job.around), default=0)
+    yield Working(name="gradients being filled", tier=job.compute, nbytes=always + inner)
+    yield Working(name=ON_THEIR_WAY, tier=job.compute, nbytes=max(sizes.values(), default=0))
+
+
+def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
+    """The buffers of the update and of arriving gradients: as large as the largest chunk that passes through them."""
+    ring: dict[str, int] = {}
+    for piece in chunks:
+        if piece.key.group is not Group.OPTIMIZER:
+            continue
+        homes = Homes.of(placement.__getitem__, piece.key)
+        dtype, resting = piece.flat.dtype, grad_dtype(piece.flat, job.wish.accumulates)
+        wanted = ring_bytes(piece.numel, dtype, resting, homes)
+        addend, total = landing_bytes(piece.numel, dtype, resting, homes.grad, is_cuda=job.device.type == "cuda")
+        wanted.update(addends=addend, totals=total, update=piece.numel * STATE_BYTES if homes.on_gpu else 0)
+        ring = {name: max(nbytes, ring.get(name, 0)) for name, nbytes in wanted.items()}
+    yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(ring.get("states", 0)))
+    yield Working(name="parameter ring", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(ring.get("params", 0)))
+    yield Working(name="gradient ring", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(ring.get("grads", 0)))
+    landing = slab_bytes(ring.get("addends", 0)) + slab_bytes(ring.get("totals", 0))
+    yield Working(name="landing gradients", tier=Tier.CPU, nbytes=RING_COUNT * landing)
+    device_rings = ring.get("device_grads", 0) + ring.get("device_params", 0)
+    yield Working(name="rings of the update", tier=Tier.HBM, nbytes=BUFFERS * device_rings)
+    yield Working(name="fp32 gradient of a chunk", tier=Tier.HBM, nbytes=ring.get("update", 0))
+
+
+def _windows(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
+    """What passes between tiers outside of the update: parameters that are fetched, and chunks that are saved, loaded or published."""
+    largest = {group: 0 for group in Group}
+    for piece in chunks:
+        if placement[piece.key] is Tier.NVME:
+            largest[piece.key.group] = max(largest[piece.key.group], slab_bytes(piece.nbytes))
+    if job.device.type == "cuda":
+        yield Working(name="upload staging", tier=Tier.CPU, nbytes=STAGING * largest[Group.PARAM])
+    yield Working(name="chunks to save and load", tier=Tier.CPU, nbytes=largest[Group.PARAM] + largest[Group.OPTIMIZER])
+    if any(tier is Tier.HBM and key.group is not Group.GRAD for key, tier in placement.items()):
+        yield Working(name="publishing from HBM", tier=Tier.CPU, nbytes=PUBLISH_BYTES)
