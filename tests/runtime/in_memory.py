@@ -13,7 +13,8 @@ class InMemory:
 
     def __init__(self, units):
         self.units = units
-        self.values = {unit: [torch.full((flat.numel,), 7.0).to(flat.dtype) for flat in unit.layout.flats] for unit in units}
+        self.device = units[0].params[0].device
+        self.values = {unit: [torch.full((flat.numel,), 7.0, device=self.device).to(flat.dtype) for flat in unit.layout.flats] for unit in units}
         for unit in units:
             params = dict(zip(unit.names, unit.params, strict=True))
             for flat, values in zip(unit.layout.flats, self.values[unit], strict=True):
@@ -53,7 +54,7 @@ class InMemory:
 
     def grad_buffer(self, unit, flat):
         layout = unit.layout.flats[flat]
-        return torch.full((layout.numel,), float("nan"), dtype=layout.dtype)
+        return torch.full((layout.numel,), float("nan"), dtype=layout.dtype, device=self.device)
 
     def reduce(self, unit, flat, grad, present):
         layout = unit.layout.flats[flat]
