@@ -63,6 +63,7 @@ class Parts:
     model: nn.Module
     units: list[Unit]
     plan: Plan
+    pools: Pools
     store: Store
     states: States
     pipeline: Pipeline
@@ -176,6 +177,7 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             model=module,
             units=units,
             plan=plan,
+            pools=pools,
             store=store,
             states=states,
             pipeline=pipeline,

@@ -143,13 +143,14 @@ class Engine:
         self._state.restore(_mapping(extra["run"]))
 
     def statistics(self) -> dict[str, Any]:
-        """Totals since the start: bytes moved and seconds stalled per lane, and the fetch-ahead peaks."""
-        timeline, scheduler = self._parts.timeline, self._parts.scheduler
+        """Totals since the start: bytes moved and seconds stalled per lane, and the peaks of what was fetched and of CPU memory held."""
+        timeline, scheduler, pools = self._parts.timeline, self._parts.scheduler, self._parts.pools
         return {
             "bytes": timeline.moved_bytes(),
             "stalled_s": timeline.stalled_s(),
             "peak_live_bytes": scheduler.peak_bytes,
             "peak_live_units": scheduler.peak_units,
+            "peak_cpu_bytes": sum(pool.peak_bytes for pool in {pools.pinned, pools.plain}),
         }
 
     def detach(self) -> nn.Module:

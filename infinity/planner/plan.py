@@ -169,8 +169,10 @@ def _settle(job: Job, chunk_numel: int, limits: Mapping[Tier, int]) -> _Settled 
         over = {tier: _over(job, settled, tier, limit) for tier, limit in limits.items()}
         if not any(over.values()):
             return settled
-        if all(room[tier] == 0 for tier in over if over[tier]):
+        if not any(room.values()):
             return None
+        if all(room[tier] == 0 for tier in over if over[tier]):
+            reserve = dict(limits)  # what rests in one tier may need staging in the other
         for tier, nbytes in over.items():
             reserve[tier] = max(reserve[tier] + nbytes, settled.working_bytes(tier)) if nbytes else reserve[tier]
 
@@ -218,7 +220,7 @@ def _chunk_numel(job: Job, limits: Mapping[Tier, int]) -> int:
         staged = sum(item.nbytes for item in staging(job, least.chunks, least.placement) if item.tier is Tier.CPU)
         if staged <= limits[Tier.CPU] // 4 and not any(_over(job, least, tier, limit) for tier, limit in limits.items()):
             break
-        numel = align_up(numel // 2, CHUNK_GRANULE)
+        numel = max(_FEWEST_ELEMENTS, align_up(numel // 2, CHUNK_GRANULE))
     return numel
 
 

@@ -13,7 +13,7 @@ from infinity.optim.pipeline import BUFFERS
 from infinity.optim.staging import Homes, ring_bytes
 from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, grad_dtype
 from infinity.sharding.layout import UnitLayout
-from infinity.storage.publish import STAGING_BYTES as PUBLISH_BYTES
+from infinity.storage import publish
 from infinity.storage.slabs import slab_bytes
 
 STAGING = 4
@@ -112,5 +112,5 @@ def _windows(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterato
     if job.device.type == "cuda":
         yield Working(name="upload staging", tier=Tier.CPU, nbytes=STAGING * largest[Group.PARAM])
     yield Working(name="chunks to save and load", tier=Tier.CPU, nbytes=largest[Group.PARAM] + largest[Group.OPTIMIZER])
-    if any(tier is Tier.HBM and key.group is not Group.GRAD for key, tier in placement.items()):
-        yield Working(name="publishing from HBM", tier=Tier.CPU, nbytes=PUBLISH_BYTES)
+    in_hbm = (piece.nbytes for piece in chunks if piece.key.group is not Group.GRAD and placement[piece.key] is Tier.HBM)
+    yield Working(name="publishing from HBM", tier=Tier.CPU, nbytes=publish.staging_bytes(max(in_hbm, default=0)))

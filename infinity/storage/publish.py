@@ -18,6 +18,7 @@ from infinity.storage.chunks import ChunkKey, ChunkSpec
 from infinity.storage.manifest import ChunkEntry, FileEntry, Manifest, PathEntry
 from infinity.storage.nvme import NvmeTier, Slot
 from infinity.storage.rundir import PathMark
+from infinity.storage.slabs import slab_bytes
 from infinity.storage.tiers import MemoryTier, Pools
 from infinity.storage.work import Window, Work
 
@@ -27,8 +28,10 @@ _UNDER_WAY = 8
 _PIECES = 4
 _PIECE_BYTES = 16 * MiB
 
-STAGING_BYTES = _PIECES * _PIECE_BYTES
-"""What passes between HBM and files at one time at most, in CPU memory."""
+
+def staging_bytes(largest: int) -> int:
+    """CPU memory that publishing takes where the largest chunk in HBM has `largest` bytes."""
+    return _PIECES * slab_bytes(min(_PIECE_BYTES, largest))
 
 
 def save_resident(
