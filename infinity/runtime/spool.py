@@ -8,6 +8,8 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -30,7 +32,8 @@ class Spool:
     """Allocates CPU tensors as shared mappings of unlinked files, and keeps at most `window_bytes` of them in memory.
 
     A file has no name from the first microsecond on and dies with the last tensor that views it, so that nothing is left behind
-    however the process ends. Every file is preallocated: a full disk is a `StorageError` here, never a SIGBUS later.
+    however the process ends. Every file is preallocated: a full disk is a `StorageError` here, never a SIGBUS later. A thread
+    writes out what was touched longest ago while the caller goes on; `flush` ends it.
     """
 
     def __init__(self, directory: str, window_bytes: int) -> None:
@@ -43,6 +46,9 @@ class Spool:
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._recent: dict[_Run, weakref.ref[torch.UntypedStorage]] = {}
         self._recent_bytes = 0
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: deque[tuple[int, Future[None]]] = deque()
+        """(bytes, when they have left memory), oldest first."""
 
     def empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A CPU tensor over a fresh file; its bytes are zero. Raises StorageError when the disk has no room."""
@@ -64,13 +70,20 @@ class Spool:
         self._drop(run)
         self._recent[run] = weakref.ref(storage)
         self._recent_bytes += stop - start
-        while self._recent_bytes > self.window_bytes:
+        while self._recent_bytes > self.window_bytes // 2:
             self._write_out(next(iter(self._recent)))
+        self._wait_for_writes(self.window_bytes // 2)
 
     def flush(self) -> None:
         """Write out everything touched so far."""
         while self._recent:
             self._write_out(next(iter(self._recent)))
+        try:
+            self._wait_for_writes(0)
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
 
     def _map(self, nbytes: int) -> torch.UntypedStorage:
         descriptor, path = tempfile.mkstemp(prefix="infinity-build-", dir=self._directory)
@@ -95,13 +108,25 @@ class Spool:
             self._recent_bytes -= run[2] - run[1]
 
     def _write_out(self, run: _Run) -> None:
-        address, start, stop = run
         reference = self._recent.get(run)
-        storage = reference() if reference is not None else None  # held, so that the mapping outlives the calls below
+        storage = reference() if reference is not None else None  # held, so that the mapping outlives the writing
         self._drop(run)
         if storage is None:
             return
-        start -= start % os.sysconf("SC_PAGE_SIZE")
-        if _libc.msync(address + start, stop - start, _MS_SYNC):
-            raise StorageError(ctypes.get_errno(), self._directory, start, stop - start, "writing initial values to the spool directory failed")
-        _libc.madvise(address + start, stop - start, _MADV_PAGEOUT)  # a kernel without it reclaims clean pages when it needs them
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="infinity-spool")
+        self._writing.append((run[2] - run[1], self._writer.submit(_page_out, storage, run, self._directory)))
+
+    def _wait_for_writes(self, down_to_bytes: int) -> None:
+        """Until no more than so many bytes are being written. Raises what writing them raised."""
+        while self._writing and sum(nbytes for nbytes, _ in self._writing) > down_to_bytes:
+            self._writing.popleft()[1].result()
+
+
+def _page_out(storage: torch.UntypedStorage, run: _Run, directory: str) -> None:
+    """Write a run of a mapping to its file, and let the kernel have its pages."""
+    address, start, stop = run
+    start -= start % os.sysconf("SC_PAGE_SIZE")
+    if _libc.msync(address + start, stop - start, _MS_SYNC):
+        raise StorageError(ctypes.get_errno(), directory, start, stop - start, "writing initial values to the spool directory failed")
+    _libc.madvise(address + start, stop - start, _MADV_PAGEOUT)  # a kernel without it reclaims clean pages when it needs them
