@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from infinity import native
+from infinity import checkpoint, native
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.kinds import Group, Tier
@@ -24,23 +24,24 @@ from infinity.optim.adamw import CpuKernel, GpuKernel
 from infinity.optim.chunks import Address, trainable_chunks
 from infinity.optim.grads import Grads
 from infinity.optim.loss_scale import LossScale
-from infinity.optim.optimizer import TieredAdamW, checked_groups
+from infinity.optim.optimizer import TieredAdamW, checked_groups, names_of
 from infinity.optim.pipeline import Pipeline
 from infinity.planner.hardware import Hardware, choose_device, survey
 from infinity.planner.place import Wish
 from infinity.planner.plan import Plan, Rates, make_plan
 from infinity.planner.working import LIVE, ON_THEIR_WAY, STAGING
+from infinity.run_state import check_fits
 from infinity.runtime.arguments import move_arguments
 from infinity.runtime.builder import build
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.hooks import Hooks, check_params
 from infinity.runtime.scheduler import Movers, Scheduler
-from infinity.runtime.states import States
+from infinity.runtime.states import States, named_states
 from infinity.runtime.units import Cast, Unit, find_units, make_units
 from infinity.storage import probe
 from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
-from infinity.storage.rundir import discard
+from infinity.storage.rundir import discard, find_manifest, run_directory
 from infinity.storage.slabs import SlabPool
 from infinity.storage.store import AioOptions, NvmePath, Pools, Resumed, Store
 from infinity.timeline import Timeline
@@ -76,8 +77,8 @@ class Parts:
     closers: ExitStack
 
 
-def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, from_checkpoint: bool) -> Parts:
-    """Build everything. `from_checkpoint`: the values in this run's store, if any, are replaced by a checkpoint's, so they may go."""
+def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, checkpoint_directory: Path | None) -> Parts:
+    """Build everything. With a checkpoint, the values in this run's store are replaced by it: they go once it is known to be whole."""
     device = choose_device(config.device)
     paths = check_paths(config)
     before = _held_now(device)
@@ -91,14 +92,16 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         units = _units_of(module, config, cast)
         groups = checked_groups(group_params(module, param_groups), _addresses(units), **_defaults(config))
         check_params(units)
-        plan = plan_units(units, config, hardware, paths, before)
+        plan = plan_units(units, config, hardware, paths, before, goes_on=checkpoint_directory is None)
+        if checkpoint_directory is not None:
+            names, buffers = names_of(groups, _addresses(units)), dict(module.named_buffers())
+            checkpoint.verify(checkpoint_directory, named_states(units), accept=lambda extra: check_fits(extra["run"], names, buffers))
+            discard([path.path for path in paths], config.store.run)
         pools = _make_pools(plan, threads=min(8, hardware.cores))
         closers.callback(pools.pinned.close)
         closers.callback(pools.plain.close)
         copies = Copies(device, timeline)
         closers.callback(copies.close)
-        if from_checkpoint:
-            discard([path.path for path in paths], config.store.run)
         store = Store(
             paths=paths,
             run=config.store.run,
@@ -203,7 +206,7 @@ def preview(model: Model, config: Config) -> Plan:
     with native.ThreadPool(_adam_threads()) as pool:
         hardware = survey(device, pool)
     units = _units_of(module, config, make_cast(config, module))
-    return plan_units(units, config, hardware, paths, _held_now(device))
+    return plan_units(units, config, hardware, paths, _held_now(device), goes_on=True)
 
 
 def check_paths(config: Config) -> list[NvmePath]:
@@ -246,16 +249,20 @@ def _units_of(model: nn.Module, config: Config, cast: Cast) -> list[Unit]:
     return units
 
 
-def plan_units(units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int]) -> Plan:
-    """The plan for these units on this machine. Raises CapacityError or ConfigError when it cannot work."""
+def plan_units(
+    units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int], *, goes_on: bool
+) -> Plan:
+    """The plan for these units on this machine; `goes_on`: a published run keeps its chunks. Raises CapacityError or ConfigError."""
     placement = config.placement
+    kept = _published_chunk_numel(config, paths) if goes_on else None
     wish = Wish(
         hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
         cpu_limit=None if config.budgets.cpu == "auto" else int(config.budgets.cpu),
         param=_tier(placement.param),
         grad=_tier(placement.grad),
         optimizer=_tier(placement.optimizer),
-        chunk_numel=config.optimizer.chunk_size // 4,
+        chunk_numel=kept or config.optimizer.chunk_size // 4,
+        is_cut=kept is not None,
         prefetch_units=config.prefetch.units,
         accumulates=config.train.accumulation > 1,
     )
@@ -278,6 +285,17 @@ def plan_units(units: Sequence[Unit], config: Config, hardware: Hardware, paths:
         measured = [probe.rates(path.path) for path in paths]
         rates = replace(rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
     return replace(plan, rates=rates, baseline=before)
+
+
+def _published_chunk_numel(config: Config, paths: Sequence[NvmePath]) -> int | None:
+    """How the files of the run that these paths hold are cut, whatever the configuration has become since."""
+    if config.store.resume == "never":
+        return None
+    found = find_manifest([run_directory(path.path, config.store.run) for path in paths], rank=0)
+    kept = found[0].extra.get("chunk_numel") if found else None
+    if kept is not None and kept != config.optimizer.chunk_size // 4:
+        logger.info("run %r goes on with its chunks of %d elements: optimizer.chunk_size is for new runs", config.store.run, kept)
+    return None if kept is None else int(kept)
 
 
 def _around(units: Sequence[Unit]) -> list[int]:

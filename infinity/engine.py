@@ -40,7 +40,7 @@ def initialize(
     LockError when another job uses the run.
     """
     checked = load_config(config)
-    engine = Engine(assemble(model, checked, param_groups, from_checkpoint=checkpoint is not None))
+    engine = Engine(assemble(model, checked, param_groups, checkpoint_directory=None if checkpoint is None else Path(checkpoint)))
     try:
         if checkpoint is not None:
             engine.load(checkpoint)
@@ -135,12 +135,25 @@ class Engine:
         Raises CheckpointError before anything is changed when parameters, shapes or files do not match.
         """
         self._check_open()
+        self._parts.pipeline.check()
         self._parts.scheduler.invalidate()
         self._parts.optimizer.zero_grad()
-        extra = checkpoint.load(Path(directory), self._parts.states)
-        self._parts.states.flush()
-        self._new_values()
-        self._state.restore(_mapping(extra["run"]))
+        is_changed = False
+
+        def accept(extra: Mapping[str, Any]) -> None:
+            nonlocal is_changed
+            self._state.check(extra["run"])
+            is_changed = True
+
+        try:
+            extra = checkpoint.load(Path(directory), self._parts.states, accept=accept)
+            self._parts.states.flush()
+            self._new_values()
+            self._state.restore(extra["run"])
+        except BaseException as error:
+            if is_changed:
+                self._parts.pipeline.spoil(error)
+            raise
 
     def statistics(self) -> dict[str, Any]:
         """Totals since the start: bytes moved and seconds stalled per lane, and the peaks of what was fetched and of CPU memory held."""
@@ -172,7 +185,7 @@ class Engine:
         try:
             if (wanted if publish is None else publish) and self._parts.pipeline.is_sound:
                 self._parts.scheduler.invalidate()
-                self._parts.store.publish(self.global_step, {"run": checkpoint.to_json(self._state.capture())})
+                self._parts.store.publish(self.global_step, self._extra())
         finally:
             self._parts.closers.close()
 
@@ -199,6 +212,10 @@ class Engine:
         for unit in self._parts.units:
             if any(flat.trainable for flat in unit.layout.flats):
                 unit.version += 1
+
+    def _extra(self) -> dict[str, Any]:
+        """What the store keeps beside the states, as JSON."""
+        return {"run": checkpoint.to_json(self._state.capture()), "chunk_numel": self._parts.plan.chunk_numel}
 
     def _resume(self, extra: Mapping[str, Any]) -> None:
         self._state.restore(checkpoint.from_json(extra["run"]))
@@ -229,8 +246,3 @@ def plan(model: Model, config: Source) -> Plan:
     Raises what `initialize` would raise for this configuration on this machine.
     """
     return preview(model, load_config(config))
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    assert isinstance(value, Mapping)
-    return value

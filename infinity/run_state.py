@@ -30,6 +30,8 @@ class RunState:
         self._registered: dict[str, Stateful] = {}
         self._unclaimed: dict[str, Any] = {}
         """States of objects that a resumed run had registered and that this process has not registered yet."""
+        self._resumed: tuple[int, list[dict[str, Any]]] = (-1, [])
+        """The step that was restored, and its groups."""
         self.global_step = 0
 
     def register(self, objects: Mapping[str, Stateful]) -> None:
@@ -42,12 +44,14 @@ class RunState:
             self._registered[name] = entry
             if name in self._unclaimed:
                 entry.load_state_dict(self._unclaimed.pop(name))
+                self._restore_groups_again()
 
     def capture(self) -> dict[str, object]:
         """Everything as it is between two steps. Tensors are copies on the CPU."""
         return {
             "global_step": self.global_step,
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups],
+            "group_names": self._optimizer.group_names(),
             "step_counts": self._optimizer.step_counts(),
             "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
             "rng": self._capture_rng(),
@@ -55,8 +59,14 @@ class RunState:
             "registered": {name: entry.state_dict() for name, entry in self._registered.items()},
         }
 
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError naming what of a captured state does not fit."""
+        check_fits(state, self._optimizer.group_names(), dict(self._model.named_buffers()))
+
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what `capture` gave. Raises CheckpointError naming what does not fit."""
+        """Put back what `capture` gave. Raises CheckpointError, before anything is changed, naming what does not fit."""
+        self.check(state)
+        self._resumed = int(state["global_step"]), state["groups"]
         self._restore_groups(state["groups"])
         self._optimizer.load_step_counts(state["step_counts"])
         if self._loss_scale and state["loss_scale"]:
@@ -88,16 +98,32 @@ class RunState:
             torch.cuda.set_rng_state(rng["cuda"], self._device)
 
     def _restore_groups(self, groups: list[dict[str, Any]]) -> None:
-        mine = self._optimizer.param_groups
-        if len(groups) != len(mine):
-            raise CheckpointError(f"the saved run has {len(groups)} parameter groups, this one has {len(mine)}: build param_groups the same way")
-        for group, saved in zip(mine, groups, strict=True):
+        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(saved)
 
+    def _restore_groups_again(self) -> None:
+        """A scheduler that was made after the run was restored has written its own first learning rate into the groups."""
+        step, groups = self._resumed
+        if step == self.global_step:
+            self._restore_groups(groups)
+
     def _restore_buffers(self, saved: Mapping[str, Tensor]) -> None:
-        mine = dict(self._model.named_buffers())
-        wrong = [name for name in {*mine, *saved} if name not in mine or name not in saved or mine[name].shape != saved[name].shape]
-        if wrong:
-            raise CheckpointError(f"buffers differ between the saved run and this model: {', '.join(sorted(wrong))}")
-        for name, buffer in mine.items():
+        for name, buffer in self._model.named_buffers():
             buffer.copy_(saved[name])
+
+
+def check_fits(state: Mapping[str, Any], group_names: list[list[str]], buffers: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError when a captured state is of other parameter groups or of other buffers than these."""
+    saved_names: list[list[str]] = state["group_names"]
+    if len(saved_names) != len(group_names):
+        raise CheckpointError(
+            f"the saved run has {len(saved_names)} parameter groups, this one has {len(group_names)}: build param_groups the same way"
+        )
+    for index, (saved, mine) in enumerate(zip(saved_names, group_names, strict=True)):
+        if set(saved) != set(mine):
+            moved = sorted(set(saved) ^ set(mine))
+            raise CheckpointError(f"param_groups[{index}] holds other parameters than in the saved run, first {moved[0]!r}: build it the same way")
+    theirs: Mapping[str, Tensor] = state["buffers"]
+    wrong = [name for name in {*buffers, *theirs} if name not in buffers or name not in theirs or buffers[name].shape != theirs[name].shape]
+    if wrong:
+        raise CheckpointError(f"buffers differ between the saved run and this model: {', '.join(sorted(wrong))}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 import threading
 from contextlib import contextmanager
 
 import torch
+from models import batches, tiny_gpt
 
 import infinity
 from infinity.kinds import Group, State, Tier
@@ -132,11 +135,28 @@ def files_below(path):
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and file.name not in ("rates.json", "lock"))
 
 
+def train_and_die(path):
+    """The life of a process that is killed in the middle of its third step."""
+    engine = infinity.initialize(tiny_gpt(), settings(path, store={"resume": "auto"}))
+    for i, ids in enumerate(batches(3)):
+        engine.model(ids).backward()
+        if i == 2:
+            engine._parts.pipeline._update_on_cpu = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        engine.optimizer.step()
+
+
+def try_to_open(path, answers):
+    """What a second process is told."""
+    try:
+        infinity.initialize(tiny_gpt(), settings(path)).close()
+        answers.put("opened")
+    except Exception as error:
+        answers.put(f"{type(error).__name__}: {error}")
+
+
 @contextmanager
 def small_disk(place, nbytes):
     """A file system of `nbytes` mounted at `place`: raises OSError where mounting is not allowed."""
-    import subprocess
-
     place.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "infinity-test", str(place)], capture_output=True, text=True)
     if done.returncode:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import infinity
-from infinity.errors import CapacityError, TraceError
+from infinity.errors import CapacityError
 
 IDS = torch.randint(3, 50, (4, 7), generator=torch.Generator().manual_seed(0))
 

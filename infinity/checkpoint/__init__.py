@@ -2,8 +2,8 @@
 
 from infinity.checkpoint.export import export_weights
 from infinity.checkpoint.format import Manifest, NamedState, StateSink, StateSource
-from infinity.checkpoint.load import load
+from infinity.checkpoint.load import load, verify
 from infinity.checkpoint.save import save
 from infinity.checkpoint.values import from_json, to_json
 
-__all__ = ["Manifest", "NamedState", "StateSink", "StateSource", "export_weights", "from_json", "load", "save", "to_json"]
+__all__ = ["Manifest", "NamedState", "StateSink", "StateSource", "export_weights", "from_json", "load", "save", "to_json", "verify"]

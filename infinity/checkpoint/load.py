@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,46 @@ from infinity.errors import CheckpointError
 _NAMES_SHOWN = 20
 
 
-def load(directory: str | Path, sink: StateSink, *, piece_bytes: int = PIECE_BYTES) -> dict[str, Any]:
+def load(
+    directory: str | Path, sink: StateSink, *, accept: Callable[[dict[str, Any]], None] = lambda extra: None, piece_bytes: int = PIECE_BYTES
+) -> dict[str, Any]:
     """Put a checkpoint's states into `sink`, and return the `extra` that `save` was given.
 
     Raises CheckpointError, before the sink is touched, when a file is missing, cut or damaged (every checksum is verified first),
-    or when names, shapes or dtypes differ from the sink's: it lists what is missing, unexpected and different.
+    or when names, shapes or dtypes differ from the sink's: it lists what is missing, unexpected and different. The last to be
+    asked is `accept`, which raises if it has no use for the extra.
     """
-    directory = Path(directory)
-    manifest = Manifest.read(directory)
     tensors = sink.tensors()
+    with _opened(Path(directory), tensors) as (files, extra):
+        _read_all(files, tensors, piece_bytes)
+        accept(extra)
+        for tensor, start, values in files.pieces(in_pieces(tensors, piece_bytes)):
+            sink.write(tensor.name, tensor.state, start, values)
+    return extra
+
+
+def verify(directory: str | Path, tensors: Sequence[NamedState], *, accept: Callable[[dict[str, Any]], None] = lambda extra: None) -> None:
+    """Raise what `load` into a sink with these tensors would raise. Reads everything."""
+    with _opened(Path(directory), tensors) as (files, extra):
+        _read_all(files, tensors, PIECE_BYTES)
+        accept(extra)
+
+
+@contextmanager
+def _opened(directory: Path, tensors: Sequence[NamedState]) -> Iterator[tuple[Files, dict[str, Any]]]:
+    manifest = Manifest.read(directory)
     _compare(directory, manifest.states(), tensors)
     with ExitStack() as stack:
         files = Files(directory, manifest, stack)
         extra = decode(manifest.extra, files.tensor)
         assert isinstance(extra, dict)
-        for _ in files.pieces(in_pieces(tensors, piece_bytes)):
-            pass  # reading verifies
-        for tensor, start, values in files.pieces(in_pieces(tensors, piece_bytes)):
-            sink.write(tensor.name, tensor.state, start, values)
-    return extra
+        yield files, extra
+
+
+def _read_all(files: Files, tensors: Sequence[NamedState], piece_bytes: int) -> None:
+    """Reading verifies."""
+    for _ in files.pieces(in_pieces(tensors, piece_bytes)):
+        pass
 
 
 class Files:

@@ -97,6 +97,10 @@ class TieredAdamW(torch.optim.Optimizer):
         """Updates made of each parameter, by name: a parameter without gradient is not counted on."""
         return {self._addresses[param].name: state["step"] for param, state in self.state.items()}
 
+    def group_names(self) -> list[list[str]]:
+        """The names of each group's trained parameters."""
+        return names_of(self.param_groups, self._addresses)
+
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
         """What `step_counts()` gave. Raises CheckpointError for a name that the optimizer does not train."""
         params = {self._addresses[param].name: param for group in self.param_groups for param in group["params"] if param in self._addresses}
@@ -180,6 +184,11 @@ def checked_groups(params: Any, addresses: Mapping[Tensor, Address], **defaults:
     for group in groups:
         _check_group(group, addresses)
     return groups
+
+
+def names_of(groups: Iterable[Mapping[str, Any]], addresses: Mapping[Tensor, Address]) -> list[list[str]]:
+    """The names of each group's trained parameters."""
+    return [[addresses[param].name for param in group["params"] if param in addresses] for group in groups]
 
 
 def _check_group(group: Mapping[str, Any], addresses: Mapping[Tensor, Address]) -> None:

@@ -157,6 +157,10 @@ class Pipeline:
         """Whether the states are those of one step: no step is under way, and none has failed."""
         return self._step is None and self._failure is None
 
+    def spoil(self, error: BaseException) -> None:
+        """Whoever changed the states stopped half-way: as after a step that failed."""
+        self._failure = _lasting(error)
+
     def check(self) -> None:
         """Raise what a step has failed with."""
         if self._failure is not None:
@@ -350,7 +354,7 @@ def _lasting(error: BaseException) -> Exception:
     """What later calls raise: the error itself, or, after an interrupt, why they cannot go on."""
     if isinstance(error, Exception):
         return error
-    failure = MoverError(f"an optimizer step was interrupted by {type(error).__name__}: states are a mix of two steps. Load a checkpoint")
+    failure = MoverError(f"interrupted by {type(error).__name__} while the states were being changed: they are a mix of two steps. Load a checkpoint")
     failure.__cause__ = error
     return failure
 

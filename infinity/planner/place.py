@@ -28,6 +28,8 @@ class Wish:
     optimizer: Tier | None = None
     chunk_numel: int
     """Elements of a chunk at most; fewer are taken where the cpu budget is small."""
+    is_cut: bool = False
+    """There are files with chunks of exactly this many elements."""
     prefetch_units: int
     accumulates: bool
     """Gradients rest in fp32 and are added up over micro-steps."""

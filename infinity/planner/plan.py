@@ -117,7 +117,7 @@ def make_plan(
     cpu_limit = cpu_available * 4 // 5 if wish.cpu_limit is None else wish.cpu_limit
     limits = {Tier.HBM: hbm_limit, Tier.CPU: cpu_limit}
     job = Job(layouts=layouts, around=around, wish=wish, device=device)
-    settled = _settle_whole(job, limits) or _settle(job, _chunk_numel(job, limits), limits)
+    settled = (None if wish.is_cut else _settle_whole(job, limits)) or _settle(job, _chunk_numel(job, limits), limits)
     if settled is None:
         raise _too_small(job, limits)
     specs = specs_of(settled.chunks, settled.placement, wish.accumulates)
@@ -215,7 +215,7 @@ def _longest(layouts: Sequence[UnitLayout]) -> int:
 def _chunk_numel(job: Job, limits: Mapping[Tier, int]) -> int:
     """The wished chunk, halved until its staging takes at most a quarter of the cpu budget and leaves room for the rest."""
     numel = align_up(min(job.wish.chunk_numel, _longest(job.layouts)), CHUNK_GRANULE)
-    while numel > _FEWEST_ELEMENTS:
+    while numel > _FEWEST_ELEMENTS and not job.wish.is_cut:
         least = _least(job, numel)
         staged = sum(item.nbytes for item in staging(job, least.chunks, least.placement) if item.tier is Tier.CPU)
         if staged <= limits[Tier.CPU] // 4 and not any(_over(job, least, tier, limit) for tier, limit in limits.items()):
@@ -240,7 +240,8 @@ def _most(job: Job) -> _Settled:
 
 def _too_small(job: Job, limits: Mapping[Tier, int]) -> CapacityError:
     """Which budget is below its minimum, and what that is made of."""
-    numel = min(_FEWEST_ELEMENTS, align_up(min(job.wish.chunk_numel, _longest(job.layouts)), CHUNK_GRANULE))
+    numel = align_up(min(job.wish.chunk_numel, _longest(job.layouts)), CHUNK_GRANULE)
+    numel = numel if job.wish.is_cut else min(_FEWEST_ELEMENTS, numel)
     ways = [_least(job, numel)] if job.compute is Tier.HBM else [_least(job, numel), _most(job)]
     settled = min(ways, key=lambda way: _resting(job, way, Tier.CPU) + way.working_bytes(Tier.CPU))
     tier = next((tier for tier, limit in limits.items() if _over(job, settled, tier, limit)), Tier.CPU)

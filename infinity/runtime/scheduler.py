@@ -156,7 +156,11 @@ class Scheduler:
         """A full flat gradient goes to rest; ownership passes. Waits only while too many others are still on their way."""
         nbytes = self._footprint(grad.nbytes)
         self._grad_budget.take(nbytes, f"the gradient of {unit.name}", self._deadline_s)
-        self._movers.grads.arrive(unit.layout.index, flat, grad, present, on_release=partial(self._grad_budget.give, nbytes))
+        try:
+            self._movers.grads.arrive(unit.layout.index, flat, grad, present, on_release=partial(self._grad_budget.give, nbytes))
+        except BaseException:
+            self._grad_budget.give(nbytes)  # it was not taken over
+            raise
 
     def drop_grads(self) -> None:
         """Forget every gradient that came down since the last step."""

@@ -27,6 +27,19 @@ class NamedState:
     shape: tuple[int, ...]
 
 
+def named_states(units: Sequence[Unit]) -> list[NamedState]:
+    """What a checkpoint holds: masters and moments of what is trained, the parameter itself where it is frozen."""
+    found = []
+    for flat in (flat for unit in units for flat in unit.layout.flats):
+        for slot in flat.slots:
+            shape = (*slot.shape, 2) if slot.is_complex else slot.shape
+            if flat.trainable:
+                found += [NamedState(name=slot.name, state=state, dtype=torch.float32, shape=shape) for state in OPTIMIZER_STATES]
+            else:
+                found.append(NamedState(name=slot.name, state=State.PARAM, dtype=flat.dtype, shape=shape))
+    return found
+
+
 class States:
     """Elements of a named state, read from and written to wherever their chunks rest. Not thread-safe; the step must be over."""
 
@@ -90,15 +103,8 @@ class States:
             self._windows[Group.OPTIMIZER].dirty |= bool(changed.any())
 
     def tensors(self) -> list[NamedState]:
-        """What a checkpoint holds: masters and moments of what is trained, the parameter itself where it is frozen."""
-        found = []
-        for _, _, flat, slot in self._places.values():
-            shape = (*slot.shape, 2) if slot.is_complex else slot.shape
-            if flat.trainable:
-                found += [NamedState(name=slot.name, state=state, dtype=torch.float32, shape=shape) for state in OPTIMIZER_STATES]
-            else:
-                found.append(NamedState(name=slot.name, state=State.PARAM, dtype=flat.dtype, shape=shape))
-        return found
+        """What a checkpoint holds."""
+        return named_states(self._units)
 
     def read(self, name: str, state: State, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a named state, flat, on the CPU."""
