@@ -189,3 +189,21 @@ def test_parameters_without_gradient_are_left_untouched(tmp_path):
         got = values_of(engine)
     for name, want in plain.named_parameters():
         torch.testing.assert_close(got[name], want.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["summed by the mover", "summed where computed, as on a GPU"])
+@pytest.mark.parametrize("placement", ["cpu", "nvme"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_norm_is_torchs(tmp_path, placement, on_device, accumulation):
+    """Gradients that came down whole, chunk by chunk, or were added to later: one norm."""
+    plain = tiny_gpt()
+    with infinity.initialize(tiny_gpt(), settings(tmp_path, placement)) as engine:
+        engine._parts.grads._sums_on_device = on_device
+        for _ in range(2):
+            for ids in batches(accumulation):
+                plain(ids).backward()
+                engine.model(ids).backward()
+            want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+            torch.testing.assert_close(engine.clip_grad_norm_(1e9), want, rtol=1e-6, atol=0.0)
+            plain.zero_grad()
+            engine.optimizer.zero_grad()

@@ -81,8 +81,10 @@ class Grads:
         )
         self._present: dict[FlatKey, frozenset[int]] = {}
         self._begun: set[Chunk] = set()
-        self._norms: dict[FlatKey, Tensor] = {}
-        """Per flat that came down whole: the norms of its chunks, fp32 on the GPU."""
+        self._sums: dict[FlatKey, Tensor] = {}
+        """Per flat that came down whole: the sums of squares of its chunks, fp64 on the compute device."""
+        self._sums_on_device = device.type == "cuda"
+        """A GPU sums a whole flat gradient in passing; the CPU does it on the mover's thread."""
         self.arrivals = 0
         """How many flat gradients have arrived since the start."""
         self._guards: dict[Chunk, Promise] = {}
@@ -139,10 +141,10 @@ class Grads:
             return
         count.start(1)
         arrived = COMPLETED if is_there else self._mover.download(grad, ready, rest)
-        if grad.device.type == "cpu":
+        if not self._sums_on_device:
             self._mover.push([Arrival(tuple(chunks), rest, arrived, count.down)])
         else:
-            self._norms[chunks[0].flat_key] = _norms_of([grad[chunk.interval.start : chunk.interval.stop] for chunk in chunks])
+            self._sums[chunks[0].flat_key] = _sumsq_of([grad[chunk.interval.start : chunk.interval.stop] for chunk in chunks])
             self._mover.push([Arrival((), rest, arrived, count.down)])
 
     def _send_chunks(self, chunks: list[Chunk], grad: Tensor, ready: torch.cuda.Event | None, count: _Countdown) -> None:
@@ -183,7 +185,8 @@ class Grads:
     def norm(self) -> float:
         """The 2-norm of all gradients since the last step: fp64 sums per chunk, added in chunk order. Waits."""
         self._mover.wait_landed()
-        sumsq = dict(self._mover.sumsq)
+        sumsq = self._sumsq_on_arrival()
+        sumsq.update(self._mover.sumsq)  # of chunks that were added to since
         sumsq.update(self._sumsq_in_hbm())
         return math.sqrt(sum(sumsq[chunk] for chunk in self._chunks if chunk in self._begun))
 
@@ -191,8 +194,14 @@ class Grads:
         chunks = [chunk for chunk in self._chunks if chunk in self._begun and self._store.tier(chunk.key(Group.GRAD)) is Tier.HBM]
         if not chunks:
             return {}
-        norms = torch._foreach_norm([self._resident(chunk) for chunk in chunks], 2, torch.float64)
-        return dict(zip(chunks, torch.stack(norms).square().tolist(), strict=True))
+        return dict(zip(chunks, _sumsq_of([self._resident(chunk) for chunk in chunks]).tolist(), strict=True))
+
+    def _sumsq_on_arrival(self) -> dict[Chunk, float]:
+        """What the GPU summed up before the gradients went down. One read for all."""
+        if not self._sums:
+            return {}
+        chunks = [chunk for flat_key in self._sums for chunk in self._by_flat[flat_key]]
+        return dict(zip(chunks, torch.cat(list(self._sums.values())).tolist(), strict=True))
 
     def take(self) -> GradSet:
         """All gradients since the last step, added up; the next arrival starts afresh. Waits.
@@ -220,7 +229,7 @@ class Grads:
     def _forget(self) -> None:
         self._present = {}
         self._begun = set()
-        self._norms = {}
+        self._sums = {}
         self._mover.clear()
 
     def _resident(self, chunk: Chunk) -> Tensor:
@@ -229,9 +238,9 @@ class Grads:
         return typed(resident, chunk.grad_dtype, chunk.numel)
 
 
-def _norms_of(tensors: list[Tensor]) -> Tensor:
-    """[len(tensors)] fp32 on their device."""
-    return torch.stack(torch._foreach_norm(tensors, 2, torch.float32))
+def _sumsq_of(tensors: list[Tensor]) -> Tensor:
+    """[len(tensors)] fp64 on their device."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square()
 
 
 class _Countdown:

@@ -47,9 +47,9 @@ def train(config, steps=10, accumulation=1):
     return losses, values
 
 
-def plain(steps=10, accumulation=1, max_norm=None):
+def plain(steps=10, accumulation=1, max_norm=None, **variant):
     model = tiny_gpt(recompute=True).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, **variant)
     data = iter(batches(steps * accumulation))
     for _ in range(steps):
         for _ in range(accumulation):
@@ -59,6 +59,10 @@ def plain(steps=10, accumulation=1, max_norm=None):
         optimizer.step()
         optimizer.zero_grad()
     return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+def distance(a, b):
+    return sum((a[name].double() - b[name].double()).square().sum() for name in a).sqrt().item()
 
 
 @pytest.mark.parametrize("kernel", [CPU_KERNEL, GPU_KERNEL], ids=["cpu kernel", "gpu kernel"])
@@ -71,12 +75,11 @@ def test_where_states_rest_does_not_change_what_one_kernel_computes(tmp_path, ke
 
 
 @pytest.mark.parametrize("placement", [*CPU_KERNEL, *GPU_KERNEL], ids="-".join)
-def test_fp32_training_on_the_gpu_stays_with_torch(tmp_path, placement):
-    """Clipped and accumulated. One step rounds alike within 2 ulp; ten let the distance grow to 1e-5 of a step's size."""
-    config = settings(tmp_path, placement, optimizer={"max_grad_norm": 0.5}, train={"accumulation": 2})
-    _, ours = train(config, accumulation=2)
-    for name, want in plain(accumulation=2, max_norm=0.5).items():
-        torch.testing.assert_close(ours[name], want, rtol=1e-5, atol=1e-6)
+def test_fp32_training_on_the_gpu_stays_as_close_to_torch_as_torchs_own_variants(tmp_path, placement):
+    """Clipped and accumulated. Single elements may part further: a key's bias has no gradient but rounding, which Adam blows up."""
+    fused, loop = (plain(accumulation=2, max_norm=0.5, **variant) for variant in ({"fused": True}, {"foreach": False}))
+    _, ours = train(settings(tmp_path, placement, optimizer={"max_grad_norm": 0.5}, train={"accumulation": 2}), accumulation=2)
+    assert distance(ours, fused) <= 3 * distance(fused, loop)
 
 
 def test_hbm_at_rest_is_nothing_when_everything_is_on_nvme(tmp_path):
