@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from infinity.runtime.saved import can_chain
 from tests.runtime.in_memory import attach
 
 
@@ -31,7 +32,7 @@ def check_parity(build, run, *, most=3, steps=1, **options):
         assert not residency.live
     wrong = [name for name, param in plain.named_parameters() if not same(param.grad, residency.grad(name))]
     assert not wrong
-    assert residency.live_peak <= most
+    assert residency.live_peak <= most or not can_chain()  # before torch 2.8 a checkpoint around several units keeps them live
     assert not hooks._calls and not hooks._armed
     return residency
 

@@ -14,10 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import TraceError
 from infinity.kinds import Lane
-from infinity.runtime.saved import top_hooks
+from infinity.runtime.saved import can_chain, top_hooks
 from infinity.timeline import Timeline
 from tests.runtime.in_memory import attach
 from tests.runtime.parity import check_parity, same
+
+sees_hooks_around = pytest.mark.skipif(not can_chain(), reason="torch before 2.8 does not tell which saved-tensor hooks are around the model")
+
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(3))
 
@@ -147,7 +150,7 @@ def test_an_exception_in_backward(trouble):
     check_like_plain(model, residency)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=sees_hooks_around), True])
 def test_an_exception_in_recomputation(reentrant):
     model = build()
     _, residency = attach(model)
@@ -290,6 +293,7 @@ def test_outputs_that_are_not_pytrees():
     assert residency.fetches == ["0", "1", "2", "3", "3", "2", "1", "0"]
 
 
+@sees_hooks_around
 def test_a_users_save_on_cpu_still_sees_activations():
     seen = []
 
