@@ -31,11 +31,13 @@ from infinity.planner.place import Wish
 from infinity.planner.plan import Plan, Rates, make_plan
 from infinity.planner.working import LIVE, ON_THEIR_WAY, STAGING
 from infinity.run_state import check_fits
+from infinity.runtime.adopt import Adoption, OnRead, checksum
 from infinity.runtime.arguments import move_arguments
-from infinity.runtime.builder import build
+from infinity.runtime.builder import build_in
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.hooks import Hooks, check_params
 from infinity.runtime.scheduler import Movers, Scheduler
+from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
 from infinity.runtime.states import States, named_states
 from infinity.runtime.units import Cast, Unit, find_units, make_units
 from infinity.storage import probe
@@ -86,7 +88,8 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         pool = native.ThreadPool(_adam_threads())
         closers.callback(pool.close)
         hardware = survey(device, pool)
-        module = build_model(model, paths)
+        module, spool = build_model(model, config, paths)
+        on_read: OnRead = spool.visited if spool is not None else lambda piece: None
         timeline = Timeline()
         cast = make_cast(config, module)
         units = _units_of(module, config, cast)
@@ -109,17 +112,21 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             copies=copies,
             timeline=timeline,
             aio=_aio_options(config),
-            identity=_identity(config, units),
+            identity=_identity(config, units, on_read),
         )
         closers.callback(store.close)
         resumed = _open_store(store, plan, units, config)
         deadline_s = config.nvme.deadline_s
         states = States(units, store, pools.plain, chunk_numel=plan.chunk_numel, deadline_s=deadline_s)
+        if resumed is None:
+            with Adoption(units, store, pools.plain, chunk_numel=plan.chunk_numel, on_read=on_read) as adoption:
+                for unit in units:
+                    adoption.take(unit, [param.detach() for param in unit.params])
+                    _let_go(unit, device)
         for unit in units:
-            if resumed is None:
-                states.adopt(unit, [param.detach() for param in unit.params])
-            for param in unit.params:
-                param.data = torch.empty(1, dtype=param.dtype, device=device).expand(param.shape)  # the values rest in the store from here on
+            _let_go(unit, device)
+        if spool is not None:
+            spool.flush()
         _move_buffers(module, device)
         accumulates = config.train.accumulation > 1
         chunks = trainable_chunks([unit.layout for unit in units], plan.chunk_numel, grad_dtype=torch.float32 if accumulates else None)
@@ -219,12 +226,20 @@ def check_paths(config: Config) -> list[NvmePath]:
     return paths
 
 
-def build_model(model: Model, paths: Sequence[NvmePath]) -> nn.Module:
+def build_model(model: Model, config: Config, paths: Sequence[NvmePath]) -> tuple[nn.Module, Spool | None]:
     """A module as it is; a builder's module with its large storages in unlinked files on the first path."""
     if isinstance(model, nn.Module):
-        return model
-    with tempfile.TemporaryDirectory(prefix=".infinity-build-", dir=paths[0].path if paths else None) as spool:
-        return build(model, spool)
+        return model, None
+    window_bytes = WINDOW_BYTES if config.budgets.cpu == "auto" else min(WINDOW_BYTES, max(SMALLEST_WINDOW_BYTES, int(config.budgets.cpu) // 4))
+    with tempfile.TemporaryDirectory(prefix=".infinity-build-", dir=paths[0].path if paths else None) as folder:
+        spool = Spool(folder, window_bytes)
+        return build_in(spool, model), spool
+
+
+def _let_go(unit: Unit, device: torch.device) -> None:
+    """The values rest in the store from here on."""
+    for param in unit.params:
+        param.data = torch.empty(1, dtype=param.dtype, device=device).expand(param.shape)
 
 
 def make_cast(config: Config, model: nn.Module) -> Cast:
@@ -338,15 +353,11 @@ def _aio_options(config: Config) -> AioOptions:
     )
 
 
-def _identity(config: Config, units: Sequence[Unit]) -> dict[str, str]:
+def _identity(config: Config, units: Sequence[Unit], on_read: OnRead) -> dict[str, str]:
     """What must be equal to go on with a run, beside the layout."""
     identity = {"optimizer": "adamw", "precision": config.precision.dtype}
     if config.nvme.paths and config.store.resume != "never":
-        crc = 0
-        for unit in units:
-            for param in unit.params:
-                crc = native.crc32c(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8), crc)
-        identity["initial weights"] = f"{crc:08x}"
+        identity["initial weights"] = checksum(units, on_read)
     return identity
 
 

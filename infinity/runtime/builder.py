@@ -17,28 +17,26 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from infinity.errors import ConfigError
 from infinity.runtime.filled import FillMap
-from infinity.runtime.spool import Spool
+from infinity.runtime.spool import WINDOW_BYTES, Spool
 from infinity.sizes import KiB, MiB
 
 aten = torch.ops.aten
 Op = torch._ops.OpOverload
 
 
-def build(
-    builder: Callable[[], nn.Module],
-    spool_dir: str,
-    *,
-    window_bytes: int = 256 * MiB,
-    spill_bytes: int = MiB,
-) -> nn.Module:
+def build(builder: Callable[[], nn.Module], spool_dir: str, *, window_bytes: int = WINDOW_BYTES, spill_bytes: int = MiB) -> nn.Module:
+    """As `build_in`, in a spool of its own."""
+    return build_in(Spool(spool_dir, window_bytes), builder, spill_bytes=spill_bytes)
+
+
+def build_in(spool: Spool, builder: Callable[[], nn.Module], *, spill_bytes: int = MiB) -> nn.Module:
     """Run `builder` and return its module, whose large storages are file-backed and die with their last tensor.
 
-    At most about `window_bytes` of them, and one tensor as temporary, are in memory at a time. Raises ConfigError for parameters
-    and buffers that are not on the CPU or were never filled, all by name, and StorageError when `spool_dir` is full. What `builder`
+    At most about the spool's window of them, and one tensor as temporary, are in memory at a time. Raises ConfigError for parameters
+    and buffers that are not on the CPU or were never filled, all by name, and StorageError when the spool's disk is full. What `builder`
     raises passes through; no file is left in any case. Tensors that come from outside torch's operators (numpy, files) count
     as filled.
     """
-    spool = Spool(spool_dir, window_bytes)
     mode = _Spooling(spool, spill_bytes)
     with mode:
         module = builder()

@@ -14,7 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from infinity.errors import ConfigError, StorageError
-from infinity.sizes import format_bytes
+from infinity.sizes import MiB, format_bytes
+
+WINDOW_BYTES = 256 * MiB
+SMALLEST_WINDOW_BYTES = 32 * MiB
+"""How much of a model under construction is in memory at a time: as a rule, and where little is allowed."""
 
 _MS_SYNC = 4
 _MADV_PAGEOUT = 21
@@ -60,6 +64,11 @@ class Spool:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._storages
+
+    def visited(self, tensor: torch.Tensor) -> None:
+        """Some tensor was just read. Where it lives here, that counts as touched."""
+        if self.holds(tensor):
+            self.touched(tensor)
 
     def touched(self, tensor: torch.Tensor) -> None:
         """`tensor` was just read or written: it is in memory now, and whatever was touched longest ago leaves for it."""

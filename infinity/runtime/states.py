@@ -1,4 +1,4 @@
-"""Parameters and optimizer states by name, one chunk in memory at a time: adoption, checkpoints and reading go through here."""
+"""Parameters and optimizer states by name, one chunk in memory at a time: checkpoints, reading and changes go through here."""
 
 from __future__ import annotations
 
@@ -50,34 +50,6 @@ class States:
             slot.name: (unit.layout.index, f, flat, slot) for unit in units for f, flat in enumerate(unit.layout.flats) for slot in flat.slots
         }
         self._windows = {group: _Window(store, slabs, deadline_s) for group in (Group.PARAM, Group.OPTIMIZER)}
-
-    def adopt(self, unit: Unit, values: Sequence[Tensor]) -> None:
-        """Fill a unit's chunks for the first time from full parameter values, one per parameter, in the unit's order; moments are zero."""
-        by_name = dict(zip(unit.names, values, strict=True))
-        for f, flat in enumerate(unit.layout.flats):
-            for c, interval in enumerate(self._chunks[unit.layout.index, f]):
-                self._adopt_chunk(unit.layout.index, f, c, flat, interval, by_name)
-
-    def _adopt_chunk(self, u: int, f: int, c: int, flat: FlatLayout, interval: Interval, by_name: dict[str, Tensor]) -> None:
-        param = self._windows[Group.PARAM]
-        param.open_empty(ChunkKey(unit=u, flat=f, group=Group.PARAM, chunk=c), len(interval) * flat.dtype.itemsize)
-        for source, run in self._sources(flat, interval, by_name):
-            param.elements(flat.dtype, 0, run).copy_(source)
-        param.close()
-        if flat.trainable:
-            states = self._windows[Group.OPTIMIZER]
-            states.open_empty(ChunkKey(unit=u, flat=f, group=Group.OPTIMIZER, chunk=c), len(interval) * 4 * len(OPTIMIZER_STATES))
-            for source, run in self._sources(flat, interval, by_name):
-                states.elements(torch.float32, 0, run).copy_(source)
-            states.close()
-
-    def _sources(self, flat: FlatLayout, interval: Interval, by_name: dict[str, Tensor]) -> Iterator[tuple[Tensor, Interval]]:
-        """For each parameter in the chunk: its values there, and where they go."""
-        for index, run in flat.pieces(interval):
-            slot = flat.slots[index]
-            values = _real(by_name[slot.name].detach()).reshape(-1)
-            start = interval.start + run.start - slot.start
-            yield values[start : start + len(run)], run
 
     def commit(self, unit: Unit, flats: Sequence[Tensor]) -> None:
         """Make full flat buffers the unit's values. A master follows where its parameter changed, and keeps its low bits elsewhere."""
@@ -186,14 +158,6 @@ class _Window:
                 self._store.fetch(key, self._bytes).wait(self._deadline_s)
             self._key = key
 
-    def open_empty(self, key: ChunkKey, nbytes: int) -> None:
-        """Make room for a chunk that has no content yet: zeros, to be written."""
-        self.close()
-        resident = self._store.resident(key)
-        self._bytes = self._room(nbytes) if resident is None else resident
-        self._bytes.zero_()
-        self._key, self.dirty = key, True
-
     def elements(self, dtype: torch.dtype, part_bytes: int, run: Interval) -> Tensor:
         """A run of elements of the tensor that begins `part_bytes` into the chunk."""
         assert self._bytes is not None
@@ -212,7 +176,3 @@ class _Window:
             self._buffer = None
             self._buffer = self._slabs.take(padded)
         return self._buffer[:padded]
-
-
-def _real(values: Tensor) -> Tensor:
-    return torch.view_as_real(values.resolve_conj().resolve_neg()) if values.is_complex() else values

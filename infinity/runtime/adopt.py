@@ -1,0 +1,128 @@
+"""The first values of a run: chunk after chunk is filled from the model's parameters, a few on their way to the disk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from infinity import native
+from infinity.kinds import Group
+from infinity.optim.pipeline import BUFFERS
+from infinity.optim.ring import Ring
+from infinity.runtime.units import Unit
+from infinity.sharding.layout import FlatLayout, Interval
+from infinity.sizes import MiB
+from infinity.storage.chunks import ChunkKey
+from infinity.storage.slabs import SlabPool
+from infinity.storage.store import Store
+
+_PIECE_BYTES = 8 * MiB
+"""Values are read in pieces of this many bytes."""
+
+OnRead = Callable[[Tensor], None]
+"""Told of each piece of a parameter that was read: what lies in a file may leave memory again."""
+
+
+class Adoption:
+    """Fills the chunks of a new store: parameters in the engine's dtypes, masters from the same values, moments zero. Use under `with`.
+
+    Borrows what the buffers of the update will take later, so a run begins inside its budget.
+    """
+
+    def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, on_read: OnRead) -> None:
+        self._store = store
+        self._slabs = slabs
+        self._chunk_numel = chunk_numel
+        self._on_read = on_read
+        keys = [key for unit in units for f, flat in enumerate(unit.layout.flats) for keys, _ in self._chunks(unit, f, flat) for key in keys]
+        self._rings = {group: self._ring([key for key in keys if key.group is group]) for group in (Group.PARAM, Group.OPTIMIZER)}
+
+    def _chunks(self, unit: Unit, f: int, flat: FlatLayout) -> Iterator[tuple[list[ChunkKey], Interval]]:
+        """Every chunk: its keys, of the parameter and of the states where it is trained."""
+        groups = (Group.PARAM, Group.OPTIMIZER) if flat.trainable else (Group.PARAM,)
+        for c, interval in enumerate(flat.chunks(self._chunk_numel)):
+            yield [ChunkKey(unit=unit.layout.index, flat=f, group=group, chunk=c) for group in groups], interval
+
+    def _ring(self, keys: Sequence[ChunkKey]) -> Ring:
+        """Buffers for the chunks on NVMe: one is filled while the others are written."""
+        sizes = [self._store.spec(key).padded_nbytes for key in keys if self._store.resident(key) is None]
+        return Ring(self._slabs.take, count=min(BUFFERS, len(sizes)), nbytes=max(sizes, default=0))
+
+    def take(self, unit: Unit, values: Sequence[Tensor]) -> None:
+        """Fill a unit's chunks from full parameter values, one per parameter, in the unit's order. Raises StorageError."""
+        by_name = {name: _flattened(value) for name, value in zip(unit.names, values, strict=True)}
+        for f, flat in enumerate(unit.layout.flats):
+            sources = [by_name[slot.name] for slot in flat.slots]
+            for keys, interval in self._chunks(unit, f, flat):
+                self._fill(keys, flat, interval, sources)
+
+    def _fill(self, keys: Sequence[ChunkKey], flat: FlatLayout, interval: Interval, sources: Sequence[Tensor]) -> None:
+        loans = [self._rings[key.group].take() if self._store.resident(key) is None else None for key in keys]
+        targets = [self._target(key, loan) for key, loan in zip(keys, loans, strict=True)]
+        values = [
+            target[: len(interval) * dtype.itemsize].view(dtype) for target, dtype in zip(targets, (flat.dtype, torch.float32), strict=False)
+        ]
+        for target in targets:
+            target.zero_()  # padding, and the moments
+        for index, run in flat.pieces(interval):
+            start = interval.start + run.start - flat.slots[index].start
+            self._copy(sources[index][start : start + len(run)], [value[run.start : run.stop] for value in values])
+        for key, loan, target in zip(keys, loans, targets, strict=True):
+            if loan is not None:
+                self._rings[key.group].give_back(loan, self._store.write_back(key, target))
+
+    def _target(self, key: ChunkKey, loan: Tensor | None) -> Tensor:
+        """uint8: the chunk's bytes, at rest or in a buffer on their way there."""
+        if loan is not None:
+            return loan[: self._store.spec(key).padded_nbytes]
+        resident = self._store.resident(key)
+        assert resident is not None
+        return resident
+
+    def _copy(self, source: Tensor, places: Sequence[Tensor]) -> None:
+        """Read once, cast to each place."""
+        for start, piece in _pieces(source):
+            for place in places:
+                place[start : start + piece.numel()].copy_(piece)
+            self._on_read(piece)
+
+    def __enter__(self) -> Adoption:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the last writes, and give the buffers back."""
+        try:
+            for ring in self._rings.values():
+                ring.drain()
+        except Exception:
+            if kind is None:
+                raise  # else the first error is the one to tell
+        finally:
+            self._rings.clear()
+            self._slabs.trim()
+
+
+def checksum(units: Sequence[Unit], on_read: OnRead) -> str:
+    """CRC-32C of all parameters as they are, in hexadecimal."""
+    crc = 0
+    for unit in units:
+        for param in unit.params:
+            for _, piece in _pieces(_flattened(param)):
+                crc = native.crc32c(piece.cpu().view(torch.uint8), crc)
+                on_read(piece)
+    return f"{crc:08x}"
+
+
+def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first element, some elements) of a flat tensor, in order."""
+    step = max(1, _PIECE_BYTES // values.element_size())
+    for start in range(0, values.numel(), step):
+        yield start, values[start : start + step]
+
+
+def _flattened(values: Tensor) -> Tensor:
+    """[numel], a view where that is possible; a complex tensor as its real pairs."""
+    values = values.detach()
+    return (torch.view_as_real(values.resolve_conj().resolve_neg()) if values.is_complex() else values).reshape(-1)
