@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infinity import native
-from infinity.errors import ClosedError, MoverError
+from infinity.errors import ClosedError, InfinityError, MoverError
 from infinity.kinds import Group, Lane, Tier
 from infinity.optim.chunks import Chunk
 from infinity.optim.ring import Ring
@@ -263,6 +263,10 @@ class GradMover:
 
     def _fail(self, error: BaseException, under_way: list[Move | Arrival]) -> None:
         """Everybody who waits hears of it; nobody waits for memory that would come from moves that never happen."""
+        if not isinstance(error, InfinityError):
+            cause = error
+            error = MoverError(f"the thread that lands gradients died: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
         with self._changed:
             self._failure = error
             dropped = self._drop_pending()

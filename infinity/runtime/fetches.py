@@ -56,6 +56,11 @@ class Fetch:
         with self._changed:
             return self._error is not None or (self._unstarted == 0 and all(work.is_completed() for work in self._works))
 
+    def has_failed(self) -> bool:
+        """Nobody will get this unit."""
+        with self._changed:
+            return self._error is not None or any(work.is_completed() and _is_broken(work) for work in self._works)
+
     def wait(self, deadline_s: float, is_alive: Callable[[], bool]) -> None:
         """Block the host until all works exist; then make the current stream (CUDA) or the host (CPU) wait for them."""
         stop = time.monotonic() + deadline_s
@@ -75,12 +80,23 @@ class Fetch:
             else:
                 sync()
 
-    def join(self, deadline_s: float) -> None:
-        """Block the host until nothing is in the air any more."""
+    def join(self, deadline_s: float, is_alive: Callable[[], bool]) -> None:
+        """Block the host until nothing is in the air any more, however it went."""
+        stop = time.monotonic() + deadline_s
         with self._changed:
-            self._changed.wait_for(lambda: self._unstarted == 0 or self._error is not None, timeout=deadline_s)
+            while self._unstarted and self._error is None and is_alive() and time.monotonic() < stop:
+                self._changed.wait(timeout=min(1.0, deadline_s))
         for work in self._works:
-            work.wait(deadline_s)
+            _is_broken(work, deadline_s)
+
+
+def _is_broken(work: Work, deadline_s: float | None = None) -> bool:
+    """Whether a motion went wrong, once it is over."""
+    try:
+        work.wait(deadline_s)
+    except Exception:
+        return True
+    return False
 
 
 class Retired:

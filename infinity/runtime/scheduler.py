@@ -75,6 +75,7 @@ class Scheduler:
         self._spare_bytes = spare_bytes
         self._is_overdrawn = False
         self._grad_budget = Budget(Tier.HBM if self._cuda else Tier.CPU, grad_bytes)
+        self._grad_lane = Lane.NVME_WRITE if movers.store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
         self._wholes = {unit.layout.index: self._find_wholes(unit) for unit in units}
         self._trace = Trace()
         self._fetches: dict[int, Fetch] = {}
@@ -112,19 +113,41 @@ class Scheduler:
         index = unit.layout.index
         with self._changed:
             self._check()
-            fetch = self._fetches.get(index) or self._request(index)
+            fetch = self._fetches.get(index)
+            if fetch is not None and fetch.attached:
+                self._give_up(fetch)  # an interrupt came before the hooks had it: by now it may be old
+                fetch = None
+            fetch = fetch or self._request(index)
             fetch.urgent = fetch.attached = True
             for other in self._ahead_of(index):
                 if other not in self._fetches:
                     self._request(other)
             self._wake_mover()
+        try:
+            self._wait_for(fetch)
+        except BaseException:
+            self._abandon(fetch)
+            raise
+        return fetch.flats
+
+    def _wait_for(self, fetch: Fetch) -> None:
         if fetch.has_landed():
             fetch.wait(self._deadline_s, self._is_alive)
         else:
             lane = Lane.UPLOAD if self._cuda else Lane.NVME_READ
             with self._movers.clock.waiting(lane, fetch.name):
                 fetch.wait(self._deadline_s, self._is_alive)
-        return fetch.flats
+
+    def _abandon(self, fetch: Fetch) -> None:
+        """It failed, or an interrupt came first: the hooks do not have it, and whoever asks again starts afresh."""
+        with self._changed:
+            fetch.attached = fetch.urgent = False
+            if fetch in self._queue:
+                self._queue.remove(fetch)
+                del self._fetches[fetch.index]
+            elif fetch.has_failed():
+                self._give_up(fetch)
+            self._changed.notify_all()
 
     def release(self, unit: Unit) -> None:
         """The hooks dropped their references; the current stream is the last that reads the buffers."""
@@ -155,7 +178,9 @@ class Scheduler:
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
         """A full flat gradient goes to rest; ownership passes. Waits only while too many others are still on their way."""
         nbytes = self._footprint(grad.nbytes)
-        self._grad_budget.take(nbytes, f"the gradient of {unit.name}", self._deadline_s)
+        if not self._grad_budget.try_take(nbytes):
+            with self._movers.clock.waiting(self._grad_lane, unit.name):
+                self._grad_budget.take(nbytes, f"the gradient of {unit.name}", self._deadline_s)
         try:
             self._movers.grads.arrive(unit.layout.index, flat, grad, present, on_release=partial(self._grad_budget.give, nbytes))
         except BaseException:
@@ -178,7 +203,7 @@ class Scheduler:
                 del self._fetches[fetch.index]
             stale = [fetch for fetch in self._fetches.values() if not fetch.attached]
         for fetch in stale:
-            fetch.join(self._deadline_s)
+            fetch.join(self._deadline_s, self._is_alive)
         with self._changed:
             for fetch in stale:
                 self._give_up(fetch)

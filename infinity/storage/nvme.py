@@ -144,8 +144,9 @@ class NvmeTier:
         return self._start(Lane.NVME_WRITE, key, slot, source)
 
     def sync(self) -> None:
-        """Everything written by finished works is on the devices when this returns. Raises StorageError."""
-        written = [file for file in self._files.values() if file.is_written]
+        """Everything written by finished works is on the devices when this returns, gradients apart. Raises StorageError."""
+        scratch = {slot.file for key, slot in self._slots.items() if key.group is Group.GRAD}
+        written = [file for file in self._files.values() if file.is_written and file not in scratch]
         with ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(ShardFile.sync, written))
 

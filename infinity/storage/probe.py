@@ -192,15 +192,17 @@ def rates(path: Path, *, refresh: bool = False) -> Rates:
 def measure(path: Path) -> Rates:
     """Overwrite and read a temporary file with O_DIRECT for about 0.1 s each, after laying it out once."""
     found = check_path(path)
-    if found.free_bytes < 2 * _PROBE_BYTES:
-        raise StorageError(errno.ENOSPC, str(path), 0, _PROBE_BYTES, f"{found.free_bytes} bytes are free, the measurement writes {_PROBE_BYTES}")
+    nbytes = min(_PROBE_BYTES, found.free_bytes // 2 // _REQUEST_BYTES * _REQUEST_BYTES)
+    if not nbytes:
+        hint = f"{found.free_bytes} bytes are free, measuring the path takes {2 * _REQUEST_BYTES}. Free some, or choose another disk"
+        raise StorageError(errno.ENOSPC, str(path), 0, _REQUEST_BYTES, hint)
     file = path / f".infinity-rates-{os.getpid()}"
     fd = open_direct(file, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     pool = SlabPool(pin=False, threads=1)
     aio = Aio(block_bytes=MiB, queue_depth=32)
     try:
         file.unlink()
-        once = _Passes(aio, fd, str(file), pool)
+        once = _Passes(aio, fd, str(file), pool, nbytes)
         once.run(Lane.NVME_WRITE, seconds=0)
         write, read = (once.run(lane, seconds=_PASS_S) for lane in (Lane.NVME_WRITE, Lane.NVME_READ))
     finally:
@@ -213,19 +215,20 @@ def measure(path: Path) -> Rates:
 class _Passes:
     """Passes over one temporary file."""
 
-    def __init__(self, aio: Aio, fd: int, path: str, pool: SlabPool) -> None:
+    def __init__(self, aio: Aio, fd: int, path: str, pool: SlabPool, nbytes: int) -> None:
         self._aio = aio
         self._fd = fd
         self._path = path
-        self._buffer = pool.take(_PROBE_BYTES).fill_(0x5A)
+        self._nbytes = nbytes
+        self._buffer = pool.take(nbytes).fill_(0x5A)
         self._timeline = Timeline()
 
     def run(self, lane: Lane, seconds: float) -> float:
         """Whole passes until `seconds` are over, at least one; bytes per second."""
         start, moved = time.monotonic(), 0
         while True:
-            join(self._move(lane, at) for at in range(0, _PROBE_BYTES, _REQUEST_BYTES)).wait()
-            moved += _PROBE_BYTES
+            join(self._move(lane, at) for at in range(0, self._nbytes, _REQUEST_BYTES)).wait()
+            moved += self._nbytes
             elapsed_s = time.monotonic() - start
             if elapsed_s >= seconds:
                 return moved / max(elapsed_s, 1e-9)

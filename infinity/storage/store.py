@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StorageError
 from infinity.kinds import Group, Tier
 from infinity.storage.chunks import ChunkKey, ChunkSpec, FlatGroup, Part, flat_group_of
 from infinity.storage.copies import Copies
@@ -25,7 +25,7 @@ from infinity.storage.probe import HOME, check_path
 from infinity.storage.publish import load_resident, make_manifest, save_resident
 from infinity.storage.rundir import PathMark, find_manifest, run_directory, shard_files
 from infinity.storage.tiers import ChunkTier, MemoryTier, Pools
-from infinity.storage.work import Work, join
+from infinity.storage.work import Work
 from infinity.timeline import Timeline
 
 __all__ = ["AioOptions", "ChunkKey", "ChunkSpec", "NvmePath", "Part", "Pools", "Resumed", "Store"]
@@ -83,6 +83,8 @@ class Store:
         self._manifest_place: Path | None = None
         self._crcs: dict[ChunkKey, int] = {}
         self._writing: dict[ChunkKey, Work] = {}
+        self._damage: StorageError | None = None
+        """The first write that failed."""
         self._lock = threading.Lock()
         _check_paths(self._paths)
 
@@ -128,6 +130,10 @@ class Store:
     def tier(self, key: ChunkKey) -> Tier:
         return self._specs[key].tier
 
+    def holds(self, tier: Tier, group: Group) -> bool:
+        """Whether any chunk of `group` lives on `tier`."""
+        return any(spec.tier is tier and spec.key.group is group for spec in self._specs.values())
+
     def spec(self, key: ChunkKey) -> ChunkSpec:
         return self._specs[key]
 
@@ -167,21 +173,31 @@ class Store:
         return work
 
     def wait_for_writes(self) -> None:
-        """Every write started so far is over. Raises the first failure."""
+        """Every write started so far is over. Raises the first failure, gradients' apart: nobody reads those again."""
         with self._lock:
-            works, self._writing = list(self._writing.values()), {}
-        join(works).wait()
+            keys = list(self._writing)
+        failure: Exception | None = None
+        for key in keys:
+            try:
+                self._settle(key)
+            except StorageError as error:
+                failure = failure or (error if key.group is not Group.GRAD else None)
+        if failure is not None:
+            raise failure
 
     def publish(self, step: int, extra: Mapping[str, Any]) -> None:
         """Make the present contents the step that the next process resumes from; `extra` is JSON for the layers above.
 
         Waits for the writes, copies what lives in memory into files (made at the first publish, space checked), syncs the
-        files written, then replaces the manifest. Nobody may write chunks meanwhile.
+        files written, then replaces the manifest. Nobody may write chunks meanwhile. Once a write has failed every publish raises
+        its StorageError: what the chunk holds is not known.
         """
         if not self._paths:
             raise ConfigError("nvme.paths is empty: a run without a path cannot be published. Name a directory, or save a checkpoint")
         extra = json.loads(json.dumps(extra))
         self.wait_for_writes()
+        if self._damage is not None:
+            raise self._damage
         resident = self._resident_specs()
         self._nvme.allocate((spec for spec in resident if not self._nvme.holds(spec.key)), label="resident")
         if resident:
@@ -195,14 +211,10 @@ class Store:
 
         A run that was never published leaves no files.
         """
+        self._nvme.quiesce()
         try:
-            self.wait_for_writes()
+            self._nvme.remove([key for key in self._specs if self._manifest is None or key.group is Group.GRAD])
         finally:
-            self._nvme.quiesce()
-            if self._manifest is None:
-                self._nvme.remove(list(self._specs))
-            else:
-                self._nvme.remove([key for key in self._specs if key.group is Group.GRAD])
             self._nvme.close()
             for memory in self._memory.values():
                 memory.close()
@@ -302,8 +314,14 @@ class Store:
     def _settle(self, key: ChunkKey) -> None:
         with self._lock:
             work = self._writing.pop(key, None)
-        if work is not None:
+        if work is None:
+            return
+        try:
             work.wait()
+        except StorageError as error:
+            if key.group is not Group.GRAD:
+                self._damage = self._damage or error
+            raise
 
     def _settle_completed(self) -> None:
         """Forget the writes that are over, oldest first; raise if one failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -58,6 +59,14 @@ def test_rates_are_measured_once_and_kept_for_the_device(disk, monkeypatch):
 
 
 def test_too_little_room_to_measure_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "_PROBE_BYTES", 1 << 60)
-    with pytest.raises(OSError, match="bytes are free, the measurement writes"):
+    monkeypatch.setattr(probe, "_REQUEST_BYTES", 1 << 60)
+    with pytest.raises(OSError, match="bytes are free, measuring the path takes"):
         probe.measure(tmp_path)
+
+
+def test_a_small_disk_is_measured_with_a_small_file(tmp_path, monkeypatch):
+    full, sizes = probe.facts(tmp_path), []
+    monkeypatch.setattr(probe, "facts", lambda path: dataclasses.replace(full, free_bytes=3 * probe._REQUEST_BYTES))
+    monkeypatch.setattr(probe._Passes, "run", lambda self, lane, seconds: sizes.append(self._nbytes) or 1.0)
+    probe.measure(tmp_path)
+    assert set(sizes) == {probe._REQUEST_BYTES}

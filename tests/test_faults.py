@@ -1,0 +1,354 @@
+"""Disks and threads fail under a run: it says which file and where, stops within the deadline, and nothing half-written is ever trusted."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engines import CPU, NVME, descriptors, files_below, known_rates, settings, small_disk, states_of, threads
+from models import batches, tiny_gpt
+
+import infinity
+from infinity import native
+from infinity.errors import CapacityError, ConfigError, MoverError, StorageError
+from infinity.storage import nvme
+from infinity.storage.manifest import Manifest
+
+DEADLINE_S = 10.0
+
+
+def config_of(path, placement=NVME, **sections):
+    return settings(path, placement, store={"resume": "auto"}, nvme={"paths": [str(path)], "deadline_s": DEADLINE_S}, **sections)
+
+
+def step(engine, count=1):
+    for ids in batches(count):
+        engine.model(ids).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """An engine on a run that was published after one step, and what is left once it is closed."""
+    before = threads()[0], descriptors()
+    config = config_of(known_rates(tmp_path))
+    with infinity.initialize(tiny_gpt(), config) as engine:
+        step(engine)
+    engine = infinity.initialize(tiny_gpt(), config)
+    yield engine, tmp_path
+    engine.close()
+    gc.collect()
+    assert threads()[0] == before[0], "no thread outlives close()"
+    assert not set(descriptors()) - set(before[1]), "no file stays open"
+
+
+def assert_refused(path, told="mix of two steps"):
+    """Whoever comes next is told, and nothing on the disk changes by that."""
+    before = files_below(path)
+    with pytest.raises((ConfigError, StorageError), match=told):
+        infinity.initialize(tiny_gpt(), config_of(path))
+    assert files_below(path) == before
+
+
+def shard(path, text):
+    return next(file for file in sorted((path / "infinity" / "default").iterdir()) if text in file.name)
+
+
+@pytest.mark.parametrize("group", ["param", "grad", "optimizer"])
+def test_a_file_truncated_under_a_run(run, group):
+    engine, path = run
+    step(engine)
+    file = shard(path, f"u00002-{group}")
+    with pytest.raises(StorageError) as caught:
+        loss = engine.model(batches(1)[0])
+        os.truncate(file, 8192)
+        loss.backward()
+        engine._parts.grads.wait()
+        os.truncate(file, 8192)
+        engine.optimizer.step()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(file)) and caught.value.offset >= 4096
+    assert "load a checkpoint" in str(caught.value)
+    with pytest.raises(StorageError):
+        step(engine)
+    if group == "param":
+        with pytest.raises(StorageError):  # the steps were whole, but this file cannot be published
+            engine.close()
+    engine.close()
+    assert_refused(path)
+
+
+@pytest.mark.parametrize("group", ["param", "optimizer"])
+def test_a_file_deleted_under_a_run_is_found_when_it_is_published(run, group):
+    """The open file goes on working; what it holds can never be published."""
+    engine, path = run
+    file = shard(path, f"u00002-{group}")
+    file.unlink()
+    step(engine, 2)
+    with pytest.raises(StorageError) as caught:
+        engine.close()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(file))
+    assert_refused(path)
+
+
+class FaultyAio(native.Aio):
+    """Fails the n-th request that a predicate is true of, as a drive would: with -EIO, once it is waited for."""
+
+    should_fail = staticmethod(lambda is_write, path: False)
+
+    def read(self, fd, *rest):
+        return self._maybe(super().read(fd, *rest), False, fd)
+
+    def write(self, fd, *rest):
+        return self._maybe(super().write(fd, *rest), True, fd)
+
+    def _maybe(self, request, is_write, fd):
+        return Broken(request) if self.should_fail(is_write, os.readlink(f"/proc/self/fd/{fd}")) else request
+
+
+class Broken:
+    def __init__(self, request):
+        self._request = request
+
+    def __getattr__(self, name):
+        return getattr(self._request, name)
+
+    def wait(self, timeout_s=None):
+        self._request.wait(timeout_s)
+        return -errno.EIO
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    monkeypatch.setattr(nvme, "Aio", FaultyAio)
+    yield lambda predicate: monkeypatch.setattr(FaultyAio, "should_fail", staticmethod(predicate))
+
+
+@pytest.mark.parametrize("is_write", [False, True], ids=["read", "write"])
+@pytest.mark.parametrize("group", ["param", "grad", "optimizer"])
+@pytest.mark.parametrize("unit", [0, 3])
+def test_a_drive_that_fails_one_request(faulty, run, is_write, group, unit):
+    engine, path = run
+    step(engine)
+    text = f"u{unit:05d}-{group}"
+    faulty(lambda write, file: write is is_write and text in file)
+    started = time.monotonic()
+    with pytest.raises(StorageError) as caught:
+        step(engine, 3)
+    assert caught.value.errno == errno.EIO and text in caught.value.filename and caught.value.offset % 4096 == 0
+    assert time.monotonic() - started < DEADLINE_S, "nobody waits for a deadline to hear of it"
+    faulty(lambda write, file: False)
+    if group == "param" and not is_write:
+        step(engine)  # nothing was changed: the drive may try again
+        engine.close()
+        infinity.initialize(tiny_gpt(), config_of(path)).close()
+        return
+    with pytest.raises((StorageError, MoverError)):
+        step(engine)
+    engine.close()
+    if group != "grad":
+        assert_refused(path)
+
+
+def test_a_failed_write_is_never_published_by_a_later_success(faulty, run):
+    """The step's error was caught and ignored by the user; the store remembers."""
+    engine, path = run
+    faulty(lambda write, file: write and "u00001-param" in file)
+    with pytest.raises(StorageError):
+        with engine.gathered(engine.model.blocks[0]), torch.no_grad():
+            engine.model.blocks[0].up.weight.zero_()
+    faulty(lambda write, file: False)
+    with pytest.raises(StorageError):
+        engine.close()
+    assert not Manifest.load(path / "infinity" / "default" / "manifest.r0.json").is_clean
+    assert_refused(path)
+
+
+def test_a_disk_that_fills_up_while_the_run_is_published(tmp_path):
+    """What rests in memory gets its files at the first publish: no room, no run, nothing left."""
+    try:
+        with small_disk(tmp_path / "disk", 1 << 20) as disk:
+            known_rates_of(tmp_path, disk)
+            engine = infinity.initialize(tiny_gpt(), config_of(disk, CPU))
+            step(engine)
+            with pytest.raises(StorageError) as caught:
+                engine.close()
+            assert caught.value.errno == errno.ENOSPC and not files_below(disk)
+            assert "1048576" in str(caught.value) or "free" in str(caught.value)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        pytest.skip(f"a file system of its own cannot be mounted here: {error}")
+
+
+def known_rates_of(measured, disk):
+    """The rates of the big disk for the small one, which has no room to be measured on."""
+    text = (known_rates(measured) / "infinity" / "rates.json").read_text()
+    device = os.stat(disk).st_dev
+    old = os.stat(measured).st_dev
+    (disk / "infinity").mkdir()
+    (disk / "infinity" / "rates.json").write_text(text.replace(f"{os.major(old)}:{os.minor(old)}", f"{os.major(device)}:{os.minor(device)}"))
+
+
+@pytest.mark.parametrize("has_rates", [True, False])
+def test_a_disk_too_small_for_the_plan_is_refused_with_both_numbers(tmp_path, has_rates):
+    try:
+        with small_disk(tmp_path / "disk", 1 << 20) as disk:
+            if has_rates:
+                known_rates_of(tmp_path, disk)
+            needed = sum(spec.padded_nbytes for spec in infinity.plan(tiny_gpt(), settings(known_rates(tmp_path))).specs)
+            with pytest.raises(StorageError) as caught:
+                infinity.initialize(tiny_gpt(), config_of(disk))
+            assert caught.value.errno == errno.ENOSPC and str(disk) in str(caught.value.filename)
+            numbers = [int(word) for word in str(caught.value).replace(",", " ").split() if word.isdigit()]
+            assert any(number >= needed for number in numbers), "the bytes that are needed"
+            assert any(number <= 1 << 20 for number in numbers), "the bytes that are free"
+            assert not files_below(disk)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        pytest.skip(f"a file system of its own cannot be mounted here: {error}")
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing that catches those may swallow it."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad pointer"), Killed("by the system")])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_mover_that_dies_raises_in_the_main_thread(run, monkeypatch, error, phase):
+    engine, path = run
+    step(engine)
+    scheduler = engine._parts.scheduler
+
+    def die(fetch):
+        raise error
+
+    started = time.monotonic()
+    with pytest.raises(MoverError) as caught:
+        if phase == "forward":
+            monkeypatch.setattr(scheduler, "_begin", die)
+        loss = engine.model(batches(1)[0])
+        monkeypatch.setattr(scheduler, "_begin", die)
+        loss.backward()
+    assert caught.value.__cause__ is error
+    assert time.monotonic() - started < DEADLINE_S
+    with pytest.raises(MoverError):
+        step(engine)
+    engine.close()
+    assert infinity.initialize(tiny_gpt(), config_of(path) | {"store": {"resume": "never", "run": "other"}}).close() is None
+
+
+def test_a_mover_that_vanishes_is_noticed(run, monkeypatch):
+    engine, _ = run
+    scheduler = engine._parts.scheduler
+    monkeypatch.setattr(scheduler, "_fail", lambda error: None)
+
+    def vanish(fetch):
+        raise SystemExit
+
+    monkeypatch.setattr(scheduler, "_begin", vanish)
+    started = time.monotonic()
+    with pytest.raises(MoverError, match="the mover is dead"):
+        step(engine)
+    assert time.monotonic() - started < DEADLINE_S
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad pointer"), Killed("by the system")])
+def test_a_gradient_mover_that_dies_raises_in_the_main_thread(run, monkeypatch, error):
+    engine, path = run
+
+    def die(move):
+        raise error
+
+    monkeypatch.setattr(engine._parts.grads._mover, "_start", die)
+    started = time.monotonic()
+    with pytest.raises(MoverError) as caught:
+        step(engine)
+    assert caught.value.__cause__ is error
+    with pytest.raises(MoverError):
+        step(engine)
+    assert time.monotonic() - started < DEADLINE_S
+
+
+class Late:
+    """A read that takes its time."""
+
+    def __init__(self, work, delay_s):
+        self._work, self._ready = work, time.monotonic() + delay_s
+
+    def wait(self, timeout_s=None):
+        self._work.wait(timeout_s)
+        time.sleep(max(0.0, self._ready - time.monotonic()))
+
+    def is_completed(self):
+        return self._work.is_completed() and time.monotonic() >= self._ready
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_slow_drive_makes_units_late_and_changes_nothing(tmp_path, monkeypatch, prefetch):
+    """Also when units that were fetched ahead are still in the air while another is needed at once."""
+    config = config_of(known_rates(tmp_path), prefetch={"units": prefetch}) | {"store": {"resume": "never"}}
+
+    def train(delay_s):
+        with infinity.initialize(tiny_gpt(), config) as engine:
+            store = engine._parts.store
+            real = store.fetch
+            monkeypatch.setattr(store, "fetch", lambda key, into: Late(real(key, into), delay_s if key.group == "param" else 0.0))
+            step(engine, 3)
+            for block in (3, 0, 2):
+                with engine.gathered(engine.model.blocks[block]):
+                    pass
+            return states_of(engine)
+
+    quick, slow = train(0.0), train(0.01)
+    assert all(torch.equal(quick[key], slow[key]) for key in quick)
+
+
+def test_a_failed_initialize_leaves_nothing(tmp_path, monkeypatch, faulty):
+    """Neither files nor threads nor locks, wherever it fails."""
+    known_rates(tmp_path)
+    before = threads()[0], descriptors()
+    faulty(lambda write, file: write and "u00002-optimizer" in file)
+    with pytest.raises(StorageError):
+        infinity.initialize(tiny_gpt(), config_of(tmp_path))
+    faulty(lambda write, file: False)
+    monkeypatch.setattr("infinity.assembly.Hooks", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        infinity.initialize(tiny_gpt(), config_of(tmp_path))
+    monkeypatch.undo()
+    gc.collect()
+    assert not files_below(tmp_path)
+    assert threads()[0] == before[0] and not set(descriptors()) - set(before[1])
+    infinity.initialize(tiny_gpt(), config_of(tmp_path)).close()
+
+
+def test_memory_that_is_not_there_is_a_capacity_error(tmp_path, monkeypatch):
+    """The system refuses a mapping while the engine is built."""
+
+    def refuse(nbytes):
+        raise CapacityError(f"mmap of {nbytes} bytes: no memory left")
+
+    monkeypatch.setattr("infinity.storage.slabs._map_small", refuse)
+    with pytest.raises(CapacityError, match="budgets.cpu"):
+        infinity.initialize(tiny_gpt(), config_of(known_rates(tmp_path)))
+    assert not files_below(tmp_path) and not threads()[0]
+
+
+def test_threads_and_files_come_and_go_with_the_engine(tmp_path):
+    known_rates(tmp_path)
+    gc.collect()
+    before = threads(), descriptors()
+    for _ in range(3):
+        with infinity.initialize(tiny_gpt(), settings(tmp_path)) as engine:
+            step(engine)
+            assert threads()[0] and len(descriptors()) > len(before[1])
+    gc.collect()
+    assert (threads(), descriptors()) == before
+    assert threading.active_count() >= 1 and Path(tmp_path).exists()
