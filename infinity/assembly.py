@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import logging
 import os
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from infinity import checkpoint, native
 from infinity.config import Config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StorageError
 from infinity.kinds import Group, Tier
 from infinity.optim.adamw import CpuKernel, GpuKernel
 from infinity.optim.chunks import Address, trainable_chunks
@@ -43,7 +44,7 @@ from infinity.runtime.units import Cast, Unit, find_units, make_units
 from infinity.storage import probe
 from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
-from infinity.storage.rundir import discard, find_manifest, run_directory
+from infinity.storage.rundir import discard, find_manifest, run_directory, run_files
 from infinity.storage.slabs import SlabPool
 from infinity.storage.store import AioOptions, NvmePath, Pools, Resumed, Store
 from infinity.timeline import Timeline
@@ -98,8 +99,14 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         plan = plan_units(units, config, hardware, paths, before, goes_on=checkpoint_directory is None)
         if checkpoint_directory is not None:
             names, buffers = names_of(groups, _addresses(units)), dict(module.named_buffers())
-            checkpoint.verify(checkpoint_directory, named_states(units), accept=lambda extra: check_fits(extra["run"], names, buffers))
-            discard([path.path for path in paths], config.store.run)
+            places = [path.path for path in paths]
+            checkpoint.verify(
+                checkpoint_directory,
+                named_states(units),
+                accept=lambda extra: check_fits(extra["run"], names, buffers),
+                thoroughly=bool(run_files(places, config.store.run).files),
+            )
+            discard(places, config.store.run)
         pools = _make_pools(plan, threads=min(8, hardware.cores))
         closers.callback(pools.pinned.close)
         closers.callback(pools.plain.close)
@@ -297,9 +304,22 @@ def plan_units(
             raise ConfigError(
                 f"nvme.paths is empty, but {needed} bytes of state do not fit in budgets.cpu and budgets.hbm. Name a directory on a disk there"
             )
+        if kept is None:
+            _check_room(plan, paths)
         measured = [probe.rates(path.path) for path in paths]
         rates = replace(rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
     return replace(plan, rates=rates, baseline=before)
+
+
+def _check_room(plan: Plan, paths: Sequence[NvmePath]) -> None:
+    """Raise StorageError (ENOSPC) when the paths together cannot hold a new run; the store looks at each path when it makes the files."""
+    needed = sum(spec.padded_nbytes for spec in plan.specs if spec.tier is Tier.NVME)
+    found = [(path, probe.facts(path.path).free_bytes) for path in paths]
+    free = sum(free if path.max_bytes is None else min(free, path.max_bytes) for path, free in found)
+    if needed > free:
+        told = "; ".join(f"{path.path} has {free} bytes free" + (f", max_bytes {path.max_bytes}" if path.max_bytes else "") for path, free in found)
+        hint = f"{told}. Add a path, raise max_bytes, or raise budgets.cpu so that less lives on NVMe"
+        raise StorageError(errno.ENOSPC, str(paths[0].path), 0, needed, hint)
 
 
 def _published_chunk_numel(config: Config, paths: Sequence[NvmePath]) -> int | None:
