@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from infinity import checkpoint
-from infinity.assembly import Model, ParamGroups, Parts, assemble, preview
+from infinity.assembly import Parts, assemble
 from infinity.config import load_config
 from infinity.config.load import Source
 from infinity.errors import ClosedError
 from infinity.optim.optimizer import TieredAdamW
 from infinity.planner.plan import Plan
+from infinity.preparation import Model, ParamGroups, preview
 from infinity.run_state import RunState, Stateful
 from infinity.storage.work import COMPLETED, Work
 from infinity.timeline import Timeline

@@ -27,6 +27,7 @@ FLOORS: Mapping[str, int] = {
     "infinity.planner": 5,
     "infinity.run_state": 6,
     "infinity.assembly": 6,
+    "infinity.preparation": 6,
     "infinity.engine": 6,
     "infinity": 6,
     "infinity.cli": 7,

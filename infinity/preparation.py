@@ -1,0 +1,251 @@
+"""What is known before anything is built or written: the device, the paths, the model's units, its parameter groups, the plan."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from infinity import native
+from infinity.config import Config
+from infinity.errors import ConfigError, StorageError
+from infinity.kinds import Tier
+from infinity.optim.chunks import Address
+from infinity.optim.optimizer import checked_groups
+from infinity.planner.hardware import Hardware, choose_device, survey
+from infinity.planner.place import Wish
+from infinity.planner.plan import Plan, Rates, make_plan
+from infinity.runtime.builder import build_in
+from infinity.runtime.hooks import check_params
+from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
+from infinity.runtime.units import Cast, Unit, find_units, make_units
+from infinity.storage import probe
+from infinity.storage.rundir import find_manifest, run_directory
+from infinity.storage.store import NvmePath
+
+Model = nn.Module | Callable[[], nn.Module]
+ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Callable[[Iterable[tuple[str, nn.Parameter]]], Any]
+
+logger = logging.getLogger("infinity")
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Checked, planned, and nothing written yet."""
+
+    config: Config
+    device: torch.device
+    paths: list[NvmePath]
+    pool: native.ThreadPool
+    hardware: Hardware
+    model: nn.Module
+    spool: Spool | None
+    """Where a builder's large storages are; None for a module that came as it is."""
+    units: list[Unit]
+    groups: list[dict[str, Any]]
+    plan: Plan
+
+
+def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool: native.ThreadPool, *, goes_on: bool) -> Prepared:
+    """Build the model, divide it and plan. `goes_on`: a published run keeps its chunks. Raises ConfigError, CapacityError, StorageError."""
+    device = choose_device(config.device)
+    paths = check_paths(config)
+    before = held_now(device)
+    hardware = survey(device, pool)
+    module, spool = build_model(model, config, paths)
+    units = units_of(module, config, make_cast(config, module))
+    groups = checked_groups(group_params(module, param_groups), addresses_of(units), **defaults(config))
+    check_params(units)
+    plan = plan_units(units, config, hardware, paths, before, goes_on=goes_on)
+    return Prepared(
+        config=config,
+        device=device,
+        paths=paths,
+        pool=pool,
+        hardware=hardware,
+        model=module,
+        spool=spool,
+        units=units,
+        groups=groups,
+        plan=plan,
+    )
+
+
+def preview(model: Model, config: Config) -> Plan:
+    """The plan alone."""
+    device = choose_device(config.device)
+    paths = check_paths(config)
+    if isinstance(model, nn.Module):
+        module = model
+    else:
+        with torch.device("meta"):
+            module = model()
+    with native.ThreadPool(adam_threads()) as pool:
+        hardware = survey(device, pool)
+    units = units_of(module, config, make_cast(config, module))
+    return plan_units(units, config, hardware, paths, held_now(device), goes_on=True)
+
+
+def check_paths(config: Config) -> list[NvmePath]:
+    """The configured paths, known to be usable; warnings for what is not a disk."""
+    paths = [NvmePath(path=Path(path.path), weight=path.weight, max_bytes=path.max_bytes) for path in config.nvme.paths]
+    for path in paths:
+        found = probe.check_path(path.path)
+        if found.warning:
+            logger.warning("nvme.paths: %s", found.warning)
+    return paths
+
+
+def build_model(model: Model, config: Config, paths: Sequence[NvmePath]) -> tuple[nn.Module, Spool | None]:
+    """A module as it is; a builder's module with its large storages in unlinked files on the first path."""
+    if isinstance(model, nn.Module):
+        return model, None
+    window_bytes = WINDOW_BYTES if config.budgets.cpu == "auto" else min(WINDOW_BYTES, max(SMALLEST_WINDOW_BYTES, int(config.budgets.cpu) // 4))
+    with tempfile.TemporaryDirectory(prefix=".infinity-build-", dir=paths[0].path if paths else None) as folder:
+        spool = Spool(folder, window_bytes)
+        return build_in(spool, model), spool
+
+
+def make_cast(config: Config, model: nn.Module) -> Cast:
+    """precision.dtype for every floating-point parameter that no pattern of precision.keep_fp32 names."""
+    dtype, kept = _DTYPES[config.precision.dtype], config.precision.keep_fp32
+    names = [name for name, _ in model.named_parameters()]
+    idle = [pattern for pattern in kept if not fnmatch.filter(names, pattern)]
+    if idle:
+        raise ConfigError(f"precision.keep_fp32: no parameter is called {', '.join(idle)}; the first is {names[0] if names else 'none'}")
+    return lambda name, _: torch.float32 if any(fnmatch.fnmatchcase(name, pattern) for pattern in kept) else dtype
+
+
+def units_of(model: nn.Module, config: Config, cast: Cast) -> list[Unit]:
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.dtype not in (*_DTYPES.values(), torch.complex64):
+            raise ConfigError(
+                f"parameter {name!r} is trained in {param.dtype}: the engine trains fp32, bf16, fp16 and complex64. Convert it, or freeze it"
+            )
+    units = make_units(find_units(model, threshold_numel=config.units.threshold, classes=config.units.classes, cast=cast), cast=cast)
+    if not units:
+        raise ConfigError("the model has no parameters: there is nothing to train")
+    return units
+
+
+def group_params(model: nn.Module, param_groups: ParamGroups | None) -> Any:
+    """What the optimizer is given: the trained parameters, the user's groups, or what the user's function makes of the named parameters."""
+    if param_groups is None:
+        return [param for param in model.parameters() if param.requires_grad]
+    return param_groups(model.named_parameters()) if callable(param_groups) else param_groups
+
+
+def defaults(config: Config) -> dict[str, Any]:
+    """What a parameter group that says nothing else is updated with."""
+    optimizer = config.optimizer
+    return {"lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay}
+
+
+def addresses_of(units: Sequence[Unit]) -> dict[Tensor, Address]:
+    addresses: dict[Tensor, Address] = {}
+    for unit in units:
+        params = dict(zip(unit.names, unit.params, strict=True))
+        for f, flat in enumerate(unit.layout.flats):
+            if flat.trainable:
+                for s, slot in enumerate(flat.slots):
+                    addresses[params[slot.name]] = Address(slot.name, unit.layout.index, f, s)
+    return addresses
+
+
+def plan_units(
+    units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int], *, goes_on: bool
+) -> Plan:
+    """The plan for these units on this machine; `goes_on`: a published run keeps its chunks. Raises CapacityError or ConfigError."""
+    placement = config.placement
+    kept = _published_chunk_numel(config, paths) if goes_on else None
+    wish = Wish(
+        hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
+        cpu_limit=None if config.budgets.cpu == "auto" else int(config.budgets.cpu),
+        param=_tier(placement.param),
+        grad=_tier(placement.grad),
+        optimizer=_tier(placement.optimizer),
+        chunk_numel=kept or config.optimizer.chunk_size // 4,
+        is_cut=kept is not None,
+        prefetch_units=config.prefetch.units,
+        accumulates=config.train.accumulation > 1,
+    )
+    rates = Rates(upload=hardware.upload_rate, adam=hardware.adam_rate)
+    plan = make_plan(
+        [unit.layout for unit in units],
+        wish,
+        hardware.device,
+        hbm_free=hardware.hbm_free,
+        cpu_available=hardware.cpu_available,
+        rates=rates,
+        around=_around(units),
+    )
+    if plan.resting(Tier.NVME):
+        if not paths:
+            needed = plan.resting(Tier.NVME)
+            raise ConfigError(
+                f"nvme.paths is empty, but {needed} bytes of state do not fit in budgets.cpu and budgets.hbm. Name a directory on a disk there"
+            )
+        if kept is None:
+            _check_room(plan, paths)
+        measured = [probe.rates(path.path) for path in paths]
+        rates = replace(rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
+    return replace(plan, rates=rates, baseline=before)
+
+
+def _check_room(plan: Plan, paths: Sequence[NvmePath]) -> None:
+    """Raise StorageError (ENOSPC) when the paths together cannot hold a new run; the store looks at each path when it makes the files."""
+    needed = sum(spec.padded_nbytes for spec in plan.specs if spec.tier is Tier.NVME)
+    found = [(path, probe.facts(path.path).free_bytes) for path in paths]
+    free = sum(free if path.max_bytes is None else min(free, path.max_bytes) for path, free in found)
+    if needed > free:
+        told = "; ".join(f"{path.path} has {free} bytes free" + (f", max_bytes {path.max_bytes}" if path.max_bytes else "") for path, free in found)
+        hint = f"{told}. Add a path, raise max_bytes, or raise budgets.cpu so that less lives on NVMe"
+        raise StorageError(errno.ENOSPC, str(paths[0].path), 0, needed, hint)
+
+
+def _published_chunk_numel(config: Config, paths: Sequence[NvmePath]) -> int | None:
+    """How the files of the run that these paths hold are cut, whatever the configuration has become since."""
+    if config.store.resume == "never":
+        return None
+    found = find_manifest([run_directory(path.path, config.store.run) for path in paths], rank=0)
+    kept = found[0].extra.get("chunk_numel") if found else None
+    if kept is not None and kept != config.optimizer.chunk_size // 4:
+        logger.info("run %r goes on with its chunks of %d elements: optimizer.chunk_size is for new runs", config.store.run, kept)
+    return None if kept is None else int(kept)
+
+
+def _around(units: Sequence[Unit]) -> list[int]:
+    """The units that stay live beside others: the root, and those whose module contains another unit's."""
+    modules = {unit.module for unit in units}
+    return [unit.index for unit in units if unit.is_root or len(modules.intersection(unit.module.modules())) > 1]
+
+
+def _tier(place: str) -> Tier | None:
+    return None if place == "auto" else Tier(place)
+
+
+def held_now(device: torch.device) -> dict[Tier, int]:
+    """What the process holds before the engine comes."""
+    held = {Tier.CPU: int(psutil.Process().memory_info().rss)}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        held[Tier.HBM] = total - free
+    return held
+
+
+def adam_threads() -> int:
+    """All cores, less two for the threads that launch compute and I/O where there are enough."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if cores <= 4 else cores - 2
