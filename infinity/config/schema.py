@@ -88,6 +88,14 @@ class Nvme(Section):
 
     @field_validator("paths")
     @classmethod
+    def _weighted_alike(cls, value: tuple[NvmePath, ...]) -> tuple[NvmePath, ...]:
+        bare = [entry.path for entry in value if entry.weight is None]
+        if bare and len(bare) < len(value):
+            raise ValueError(f"{', '.join(bare)} has no weight but others do: give every path a weight, or none so that their rates are measured")
+        return value
+
+    @field_validator("paths")
+    @classmethod
     def _distinct(cls, value: tuple[NvmePath, ...]) -> tuple[NvmePath, ...]:
         seen: set[str] = set()
         for entry in value:
