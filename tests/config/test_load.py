@@ -16,7 +16,7 @@ device = "cpu"
 [budgets]
 cpu = "1.5GiB"
 [nvme]
-paths = ["disk", { path = "/mnt/b", weight = 2, max_bytes = "10MB" }]
+paths = [{ path = "disk", weight = 1 }, { path = "/mnt/b", weight = 2, max_bytes = "10MB" }]
 """
 
 
@@ -68,7 +68,11 @@ def test_the_environment_is_not_read(toml, monkeypatch):
 
 
 def test_json_and_toml_say_the_same(toml, tmp_path):
-    same = {"device": "cpu", "budgets": {"cpu": "1.5GiB"}, "nvme": {"paths": ["disk", {"path": "/mnt/b", "weight": 2, "max_bytes": "10MB"}]}}
+    same = {
+        "device": "cpu",
+        "budgets": {"cpu": "1.5GiB"},
+        "nvme": {"paths": [{"path": "disk", "weight": 1}, {"path": "/mnt/b", "weight": 2, "max_bytes": "10MB"}]},
+    }
     path = toml.with_suffix(".json")
     path.write_text(json.dumps(same))
     assert load_config(path) == load_config(toml)
@@ -133,6 +137,7 @@ def test_a_mapping_is_not_changed_by_overrides():
         ({"nvme": {"paths": [""]}}, "is empty: name a directory"),
         ({"budgets": {"cpu": "4 gallons"}}, "'4 gallons' is not a size"),
         ({"budgets": {"cpu": -1}}, "is negative"),
+        ({"nvme": {"paths": ["/a", {"path": "/b", "weight": 2}]}}, "/a has no weight but others do"),
         ({"placement": {"optimizer": "disk"}}, "'auto', 'hbm', 'cpu' or 'nvme'"),
         ({"placement": {"optimizer": "nvme"}}, 'placement.optimizer = "nvme" needs a directory: set nvme.paths'),
         ({"optimizer": {"chunk_size": "9KiB"}}, "Try 8192."),

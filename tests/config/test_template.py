@@ -35,11 +35,14 @@ def test_every_section_says_what_it_is():
 names = st.text(min_size=1, max_size=12).filter(lambda text: "\x00" not in text)
 numbers = st.floats(min_value=1e-30, max_value=1e30)
 sizes = st.integers(0, 2**50)
-paths = st.lists(
-    st.fixed_dictionaries({"path": names.map(lambda name: "/" + name)}, optional={"weight": numbers, "max_bytes": sizes}),
-    max_size=3,
-    unique_by=lambda entry: entry["path"],
-)
+
+
+def path_tables(**required):
+    table = st.fixed_dictionaries({"path": names.map(lambda name: "/" + name), **required}, optional={"max_bytes": sizes})
+    return st.lists(table, max_size=3, unique_by=lambda entry: entry["path"])
+
+
+paths = st.one_of(path_tables(), path_tables(weight=numbers))
 
 
 @given(
