@@ -92,7 +92,7 @@ def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[
         wanted = ring_bytes(piece.numel, dtype, resting, homes)
         addend, total = landing_bytes(piece.numel, dtype, resting, homes.grad, is_cuda=job.device.type == "cuda")
         wanted.update(addends=addend, totals=total, update=piece.numel * STATE_BYTES if homes.on_gpu else 0)
-        ring = {name: max(nbytes, ring.get(name, 0)) for name, nbytes in wanted.items()}
+        ring.update((name, max(nbytes, ring.get(name, 0))) for name, nbytes in wanted.items())
     yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(ring.get("states", 0)))
     yield Working(name="parameter ring", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(ring.get("params", 0)))
     yield Working(name="gradient ring", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(ring.get("grads", 0)))
