@@ -162,6 +162,8 @@ def _settle(job: Job, chunk_numel: int, limits: Mapping[Tier, int]) -> _Settled 
     """
     chunks = pieces(job.layouts, chunk_numel, job.wish.accumulates)
     reserve = dict.fromkeys(limits, 0)
+    step = dict.fromkeys(limits, 0)
+    before: Placement = {}
     while True:
         room = {tier: _room(job, tier, limit - reserve[tier]) for tier, limit in limits.items()}
         placement = place(chunks, job.wish, room)
@@ -174,7 +176,9 @@ def _settle(job: Job, chunk_numel: int, limits: Mapping[Tier, int]) -> _Settled 
         if all(room[tier] == 0 for tier in over if over[tier]):
             reserve = dict(limits)  # what rests in one tier may need staging in the other
         for tier, nbytes in over.items():
-            reserve[tier] = max(reserve[tier] + nbytes, settled.working_bytes(tier)) if nbytes else reserve[tier]
+            step[tier] = max(nbytes, 2 * step[tier]) if placement == before else nbytes  # what is pinned does not move for a byte
+            reserve[tier] = max(reserve[tier] + step[tier], settled.working_bytes(tier)) if nbytes else reserve[tier]
+        before = placement
 
 
 def _over(job: Job, settled: _Settled, tier: Tier, limit: int) -> int:
