@@ -29,8 +29,9 @@ from infinity.runtime.builder import build_in
 from infinity.runtime.hooks import check_params
 from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
 from infinity.runtime.units import Cast, Unit, find_units, make_units
+from infinity.sizes import format_bytes
 from infinity.storage import probe
-from infinity.storage.rundir import find_manifest, run_directory
+from infinity.storage.rundir import find_manifest, run_directory, run_files
 from infinity.storage.store import NvmePath
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -88,6 +89,7 @@ def preview(model: Model, config: Config) -> Plan:
     device = choose_device(config.device)
     paths = check_paths(config)
     if isinstance(model, nn.Module):
+        check_values(model)
         module = model
     else:
         with torch.device("meta"):
@@ -111,11 +113,27 @@ def check_paths(config: Config) -> list[NvmePath]:
 def build_model(model: Model, config: Config, paths: Sequence[NvmePath]) -> tuple[nn.Module, Spool | None]:
     """A module as it is; a builder's module with its large storages in unlinked files on the first path."""
     if isinstance(model, nn.Module):
+        check_values(model)
         return model, None
+    if not callable(model):
+        raise ConfigError(f"the model is a {type(model).__name__}: give a torch.nn.Module, or a function that builds one")
     window_bytes = WINDOW_BYTES if config.budgets.cpu == "auto" else min(WINDOW_BYTES, max(SMALLEST_WINDOW_BYTES, int(config.budgets.cpu) // 4))
     with tempfile.TemporaryDirectory(prefix=".infinity-build-", dir=paths[0].path if paths else None) as folder:
         spool = Spool(folder, window_bytes)
         return build_in(spool, model), spool
+
+
+def check_values(model: nn.Module) -> None:
+    """Raise ConfigError naming a parameter or buffer that is not there yet, or not as plain elements in a row."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(f"{name!r} is lazy, it has no shape yet: run one forward of the model before infinity.initialize")
+        if tensor.is_meta:
+            raise ConfigError(f"{name!r} is on the meta device, it has no values: pass a function that builds the model in place of the model")
+    for name, param in model.named_parameters():
+        if param.layout is not torch.strided or param.is_quantized:
+            kind = "quantized" if param.is_quantized else str(param.layout).removeprefix("torch.")
+            raise ConfigError(f"parameter {name!r} is {kind}: the engine holds dense parameters. Convert it, or make it a buffer")
 
 
 def make_cast(config: Config, model: nn.Module) -> Cast:
@@ -137,6 +155,8 @@ def units_of(model: nn.Module, config: Config, cast: Cast) -> list[Unit]:
     units = make_units(find_units(model, threshold_numel=config.units.threshold, classes=config.units.classes, cast=cast), cast=cast)
     if not units:
         raise ConfigError("the model has no parameters: there is nothing to train")
+    if not any(flat.trainable for unit in units for flat in unit.layout.flats):
+        raise ConfigError("no parameter of the model has requires_grad: there is nothing to train")
     return units
 
 
@@ -169,6 +189,8 @@ def plan_units(
 ) -> Plan:
     """The plan for these units on this machine; `goes_on`: a published run keeps its chunks. Raises CapacityError or ConfigError."""
     placement = config.placement
+    if hardware.device.type == "cpu" and config.budgets.hbm not in ("auto", 0):
+        logger.warning("budgets.hbm = %s has no effect: the model computes on the cpu", format_bytes(int(config.budgets.hbm)))
     kept = _published_chunk_numel(config, paths) if goes_on else None
     wish = Wish(
         hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
@@ -198,17 +220,21 @@ def plan_units(
                 f"nvme.paths is empty, but {needed} bytes of state do not fit in budgets.cpu and budgets.hbm. Name a directory on a disk there"
             )
         if kept is None:
-            _check_room(plan, paths)
+            _check_room(plan, config, paths)
         measured = [probe.rates(path.path) for path in paths]
         rates = replace(rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
     return replace(plan, rates=rates, baseline=before)
 
 
-def _check_room(plan: Plan, paths: Sequence[NvmePath]) -> None:
-    """Raise StorageError (ENOSPC) when the paths together cannot hold a new run; the store looks at each path when it makes the files."""
+def _check_room(plan: Plan, config: Config, paths: Sequence[NvmePath]) -> None:
+    """Raise StorageError (ENOSPC) when the paths together cannot hold a new run; the store looks at each path when it makes the files.
+
+    What the run has left there makes way for it.
+    """
     needed = sum(spec.padded_nbytes for spec in plan.specs if spec.tier is Tier.NVME)
     found = [(path, probe.facts(path.path).free_bytes) for path in paths]
     free = sum(free if path.max_bytes is None else min(free, path.max_bytes) for path, free in found)
+    free += run_files([path.path for path in paths], config.store.run).nbytes
     if needed > free:
         told = "; ".join(f"{path.path} has {free} bytes free" + (f", max_bytes {path.max_bytes}" if path.max_bytes else "") for path, free in found)
         hint = f"{told}. Add a path, raise max_bytes, or raise budgets.cpu so that less lives on NVMe"

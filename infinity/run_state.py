@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from infinity.checkpoint.values import encode
 from infinity.errors import CheckpointError
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredAdamW
@@ -35,10 +36,17 @@ class RunState:
         self.global_step = 0
 
     def register(self, objects: Mapping[str, Stateful]) -> None:
-        """Objects saved and restored with the run. One that the resumed state knows is restored at once."""
+        """Objects saved and restored with the run. One that the resumed state knows is restored at once.
+
+        Raises CheckpointError for one whose state could not be saved: at the end of the run it would be too late.
+        """
         for name, entry in objects.items():
             if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
                 raise CheckpointError(f"engine.register({name}=...): a {type(entry).__name__} has no state_dict and load_state_dict")
+            try:
+                encode(entry.state_dict(), lambda tensor, path: None)
+            except CheckpointError as error:
+                raise CheckpointError(f"engine.register({name}=...): its state cannot be saved: {error}") from error
             if name in self._registered:
                 raise CheckpointError(f"engine.register({name}=...): the name is taken; register each object once, under its own name")
             self._registered[name] = entry

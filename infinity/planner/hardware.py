@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from infinity import native
+from infinity.errors import ConfigError
 from infinity.sizes import MiB
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -34,10 +35,14 @@ class Hardware:
 
 
 def choose_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one."""
+    """ "auto" is CUDA where there is one. Raises ConfigError for a GPU that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        seen = f"{count} CUDA devices" if count else "no CUDA device"
+        raise ConfigError(f'device = "{name}", but torch sees {seen} here. Write "auto", "cpu" or another number')
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
