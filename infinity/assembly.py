@@ -244,6 +244,7 @@ def _attach(prepared: Prepared, update: Update, scheduler: Scheduler, closers: E
     hooks = Hooks(prepared.model, prepared.units, scheduler, device=prepared.device, gather_limit_bytes=prepared.plan.spare_bytes(Tier.CPU))
     if prepared.device.type != "cpu":
         closers.callback(move_arguments(prepared.model, prepared.device).remove)
+    update.optimizer.on_update = scheduler.invalidate
     update.optimizer.on_cleared = hooks.forget_grads
     return hooks
 

@@ -60,7 +60,7 @@ class Engine:
         self._parts = parts
         self._state = RunState(parts.model, parts.optimizer, parts.loss_scale, parts.device)
         self._closed = False
-        self._skipped_before = 0
+        self._taken_before = 0
         parts.optimizer.register_step_pre_hook(self._before_step)
         parts.optimizer.register_step_post_hook(self._after_step)
 
@@ -114,20 +114,24 @@ class Engine:
     def save(self, directory: str | Path) -> Work:
         """Write a complete checkpoint: weights, moments, step, loss scale, registered objects, generators, buffers.
 
-        The directory appears whole or not at all. Raises CheckpointError if it exists, StorageError when the disk is full.
+        It is written when this returns, and appears whole or not at all. Raises CheckpointError if the directory exists, StorageError
+        when the disk is full.
         """
         self._check_open()
         self._parts.pipeline.check()
         dtypes = {slot.name: flat.dtype for unit in self._parts.units for flat in unit.layout.flats for slot in flat.slots}
-        checkpoint.save(
-            Path(directory),
-            self._parts.states,
-            {"run": self._state.capture()},
-            step=self.global_step,
-            dtypes=dtypes,
-            aliases=self._tied_names(),
-            buffers=self._persistent_buffers(),
-        )
+        try:
+            checkpoint.save(
+                Path(directory),
+                self._parts.states,
+                {"run": self._state.capture()},
+                step=self.global_step,
+                dtypes=dtypes,
+                aliases=self._tied_names(),
+                buffers=self._persistent_buffers(),
+            )
+        finally:
+            self._parts.states.flush()  # the next step changes what was read
         return COMPLETED
 
     def load(self, directory: str | Path) -> None:
@@ -199,11 +203,10 @@ class Engine:
 
     def _before_step(self, *_: object) -> None:
         self._check_open()
-        self._skipped_before = self._parts.optimizer.skipped_steps
-        self._parts.scheduler.invalidate()
+        self._taken_before = self._parts.optimizer.taken_steps
 
     def _after_step(self, *_: object) -> None:
-        if self._parts.optimizer.skipped_steps == self._skipped_before:
+        if self._parts.optimizer.taken_steps > self._taken_before:
             self._state.global_step += 1
             self._new_values()
         self._parts.scheduler.warm()

@@ -151,7 +151,15 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("where", ELSEWHERE)
+QUICK = {"the same", "mixed"}
+LOADS = [
+    pytest.param(dtype, where, marks=() if dtype == "fp32" or where in QUICK else pytest.mark.slow)
+    for dtype in ("fp32", "bf16", "fp16")
+    for where in ELSEWHERE
+]
+
+
+@pytest.mark.parametrize(("straight", "where"), LOADS, indirect=["straight"])
 def test_a_loaded_run_goes_on_to_the_digit(tmp_path, straight, where):
     dtype, whole, checkpoint = straight
     options = dict(ELSEWHERE[where])
@@ -282,6 +290,7 @@ def test_a_run_killed_before_it_was_ever_published_starts_anew(tmp_path, process
     assert close_after(settings(tmp_path, store={"resume": "auto"})) == 1
 
 
+@pytest.mark.parametrize("straight", ["fp32"], indirect=True)
 def test_a_bad_checkpoint_costs_nothing(tmp_path, straight):
     """Neither the run in the store nor the values in the engine, whatever is wrong with the checkpoint."""
     _, _, other_model = straight
@@ -548,3 +557,46 @@ def test_what_a_publish_leaves_is_json_and_safetensors(tmp_path):
         else:
             with safe_open(tmp_path / name, "pt") as opened:
                 assert list(opened.keys())
+
+
+def test_a_second_checkpoint_holds_what_was_trained_since_the_first(tmp_path):
+    """One chunk in all: what the first save read must not be what the second one writes."""
+    torch.manual_seed(0)
+    config = settings(known_rates(tmp_path), NVME, optimizer={"chunk_size": "1MiB"})
+    with infinity.initialize(torch.nn.Linear(8, 8), config) as engine:
+        saved = []
+        for name in ("first", "second"):
+            engine.model(torch.ones(4, 8)).sum().backward()
+            engine.optimizer.step()
+            engine.save(tmp_path / name).wait()
+            with engine.gathered():
+                saved.append(engine.model.weight.detach().clone())
+    for name, want in zip(("first", "second"), saved, strict=True):
+        with infinity.initialize(torch.nn.Linear(8, 8), config, checkpoint=tmp_path / name) as engine, engine.gathered():
+            assert torch.equal(engine.model.weight, want)
+
+
+def test_a_step_with_a_closure_leaves_no_old_values_ahead(tmp_path):
+    """The closure's own forward and backward fetch ahead; evaluation after the step sees the new values."""
+    plain, data = tiny_gpt(), batches(6)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path), NVME, optimizer={"lr": 1e-2, "weight_decay": 0.01})) as engine:
+
+        def closure(model, chosen, ids):
+            def run():
+                chosen.zero_grad()
+                loss = model(ids)
+                loss.backward()
+                return loss
+
+            return run
+
+        for ids in data:
+            want = optimizer.step(closure(plain, optimizer, ids))
+            assert torch.equal(engine.optimizer.step(closure(engine.model, engine.optimizer, ids)), want)
+            with torch.no_grad():
+                assert torch.equal(engine.model(data[0]), plain(data[0]))
+        assert engine.global_step == len(data)
+        engine.optimizer.zero_grad()
+        engine.optimizer.step()
+        assert engine.global_step == len(data)

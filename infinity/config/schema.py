@@ -161,11 +161,12 @@ class Optimizer(Section):
     """Decoupled weight decay: each step multiplies weights by 1 - lr * weight_decay."""
 
     max_grad_norm: Annotated[Annotated[Number, Field(gt=0)] | None, BeforeValidator(_off)] = None
-    """Global gradient norm to clip at; "off" does not clip. On: no update can start before the backward has ended."""
+    """Global gradient norm to clip at; "off" does not clip."""
 
     chunk_size: Bytes = 16 * MiB
     """Bytes of one fp32 state that are read, updated and written in one go: a multiple of 8KiB. The step
-    holds about three chunks of three states each in CPU memory."""
+    holds about three chunks of three states each in CPU memory. Halved where budgets.cpu is small; where all states rest in
+    one memory tier a chunk is a whole flat buffer."""
 
     @field_validator("chunk_size")
     @classmethod
@@ -220,7 +221,7 @@ class Train(Section):
     Above 1, gradients rest in fp32, 4 bytes per element."""
 
     warmup_steps: Whole = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly from 0 to optimizer.lr."""
+    """Steps over which the learning rate rises linearly to optimizer.lr: a step's share of them is its share of the rate."""
 
     schedule: Literal["cosine", "constant"] = "constant"
     """The learning rate after the warm-up: "cosine" falls to 0 at the last step."""

@@ -51,6 +51,10 @@ class TieredAdamW(torch.optim.Optimizer):
         self._clipped_arrivals: int | None = None
         self.skipped_steps = 0
         """Steps not taken because a gradient was inf or nan."""
+        self.taken_steps = 0
+        """Updates made since the start of the process."""
+        self.on_update: Callable[[], None] = lambda: None
+        """Called when parameters are about to change: whoever fetched some ahead gives them up."""
         self.on_cleared: Callable[[], None] = lambda: None
         """Called whenever no gradient is left: whoever shows `param.grad` to users can forget it."""
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -124,6 +128,7 @@ class TieredAdamW(torch.optim.Optimizer):
         if self._clipped_arrivals not in (None, self._grads.arrivals):
             raise TraceError("gradients arrived between clip_grad_norm_() and step(): call clip_grad_norm_() after the last backward")
         norm = float(self.clip_grad_norm_(self._max_grad_norm)) if self._max_grad_norm is not None else self._norm()
+        self.on_update()
         if math.isfinite(norm):
             self._take_step(self._clip * self._loss_scale_inverse())
         else:
@@ -134,9 +139,15 @@ class TieredAdamW(torch.optim.Optimizer):
         self.on_cleared()
 
     def _take_step(self, grad_scale: float) -> None:
+        self._pipeline.check()
         grads = self._grads.take()
-        rules = self._rules(grads.present)
-        self._pipeline.step(rules, grads, grad_scale)
+        try:
+            rules = self._rules(grads.present)
+            self._pipeline.step(rules, grads, grad_scale)
+        except BaseException as error:
+            grads.fail(error)  # nobody waits for a step that never began
+            raise
+        self.taken_steps += 1
         for param, address in self._addresses.items():
             rule = rules.get(address.flat_key, {}).get(address.slot)
             if rule is not None:

@@ -204,6 +204,7 @@ class Scheduler:
             stale = [fetch for fetch in self._fetches.values() if not fetch.attached]
         for fetch in stale:
             fetch.join(self._deadline_s, self._is_alive)
+        self._movers.copies.wait_for_uploads(self._deadline_s)  # of units long released too: the update writes what they read
         with self._changed:
             for fetch in stale:
                 self._give_up(fetch)
@@ -225,6 +226,8 @@ class Scheduler:
             self._closing = True
             self._changed.notify_all()
         self._uploads.put(None)
+        if self._movers.staging is not None:
+            self._movers.staging.fail(ClosedError("the engine was closed while a unit was on its way"))
         for thread in self._threads:
             thread.join(self._deadline_s)
         for fetch in self._fetches.values():
@@ -313,7 +316,7 @@ class Scheduler:
         """The next fetch that may begin, taken off the queue with its bytes; None when there is none or no room."""
         self._reap()
         fetch = next((fetch for fetch in self._queue if fetch.urgent), self._queue[0] if self._queue else None)
-        if fetch is None or self._error is not None:
+        if fetch is None or self._error is not None or self._closing:
             return None
         if not self._has_room(fetch) and not (fetch.urgent and self._make_room(fetch)):
             return None
@@ -334,11 +337,8 @@ class Scheduler:
                 self._give_up(other)
                 if self._has_room(fetch):
                     return True
-        while self._retired:
-            self._retired[0].event.synchronize()
-            self._reap()
-            if self._has_room(fetch):
-                return True
+        if self._retired:
+            return False  # the stream is not done with them: look again soon
         if not begun and self._used_bytes + fetch.nbytes <= self._budget_bytes + self._spare_bytes:
             self._is_overdrawn = True
             return True

@@ -53,6 +53,7 @@ class States:
 
     def commit(self, unit: Unit, flats: Sequence[Tensor]) -> None:
         """Make full flat buffers the unit's values. A master follows where its parameter changed, and keeps its low bits elsewhere."""
+        self.flush()  # a step may have changed what was read before
         for f, flat in enumerate(unit.layout.flats):
             for c, interval in enumerate(self._chunks[unit.layout.index, f]):
                 piece = _Piece(unit.layout.index, f, c, interval, Interval(0, len(interval)))

@@ -79,7 +79,8 @@ class FlatLayout:
 
     def chunks(self, chunk_numel: int) -> tuple[Interval, ...]:
         """The shard cut into pieces of at most `chunk_numel` elements, relative to the shard's start."""
-        step = max(CHUNK_GRANULE, chunk_numel // CHUNK_GRANULE * CHUNK_GRANULE)
+        granule = max(CHUNK_GRANULE, SECTOR_BYTES // self.dtype.itemsize)
+        step = max(granule, chunk_numel // granule * granule)
         return tuple(Interval(start, min(start + step, self.shard_numel)) for start in range(0, self.shard_numel, step))
 
     def pieces(self, interval: Interval) -> Iterator[tuple[int, Interval]]:

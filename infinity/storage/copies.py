@@ -83,6 +83,11 @@ class Copies:
             return self._copy(Lane.DOWNLOAD, source, target, name)
         return self._lanes.download(source, target, name)
 
+    def wait_for_uploads(self, timeout_s: float) -> None:
+        """Every upload started so far is over: their sources may be written. Raises MoverError at the deadline."""
+        if self._lanes is not None:
+            self._lanes.wait_for(Lane.UPLOAD, timeout_s)
+
     def drain_spans(self) -> None:
         """Hand the spans of finished copies to the timeline. Never waits for the device."""
         if self._lanes is not None:
@@ -121,7 +126,8 @@ class _CudaLanes:
         self.down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._anchor = self._drop_anchor()
-        self._under_way: deque[_CudaCopy] = deque()
+        self._under_way: dict[Lane, deque[_CudaCopy]] = {Lane.UPLOAD: deque(), Lane.DOWNLOAD: deque()}
+        """Per direction, oldest first: a download that waits for compute holds no upload's tensors."""
         self._lock = threading.Lock()
 
     def upload(self, source: torch.Tensor, target: torch.Tensor, name: str) -> CopyWork:
@@ -140,13 +146,20 @@ class _CudaLanes:
             target.copy_(source.to(target.dtype).view(target.shape), non_blocking=True)
             return self._track(Lane.DOWNLOAD, name, target.nbytes, start, self._mark(self.down), (source, target))
 
+    def wait_for(self, lane: Lane, timeout_s: float) -> None:
+        with self._lock:
+            under_way = list(self._under_way[lane])
+        for copy in under_way:
+            copy.wait(timeout_s)
+
     def sweep(self) -> None:
         """Let go of the tensors of finished copies, and record their spans, oldest first."""
         with self._lock:
-            self._under_way = deque(copy for copy in self._under_way if not copy.finish())
+            for lane, copies in self._under_way.items():
+                self._under_way[lane] = deque(copy for copy in copies if not copy.finish())
 
     def close(self) -> None:
-        for copy in list(self._under_way):
+        for copy in [copy for copies in self._under_way.values() for copy in copies]:
             copy.wait()
         self.sweep()
 
@@ -160,9 +173,10 @@ class _CudaLanes:
     ) -> CopyWork:
         copy = _CudaCopy(self, lane, name, nbytes, start, stop, self._anchor, tensors)
         with self._lock:
-            while self._under_way and self._under_way[0].finish():
-                self._under_way.popleft()
-            self._under_way.append(copy)
+            for copies in self._under_way.values():
+                while copies and copies[0].finish():
+                    copies.popleft()
+            self._under_way[lane].append(copy)
             if time.monotonic_ns() - self._anchor.ns > _ANCHOR_EVERY_S * 1e9:
                 self._anchor = self._drop_anchor()
         return copy
@@ -187,7 +201,7 @@ class _CudaCopy(CopyWork):
         tensors: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         self._lanes = lanes
-        self._lane = lane
+        self.lane = lane
         self._name = name
         self._nbytes = nbytes
         self._start = start
@@ -202,7 +216,7 @@ class _CudaCopy(CopyWork):
         nap_s = 1e-5
         while not self.finish():
             if time.monotonic() > deadline:
-                raise MoverError(f"{self._lane} of {self._name}, {self._nbytes} bytes: not over at its deadline. Is the device hung?")
+                raise MoverError(f"{self.lane} of {self._name}, {self._nbytes} bytes: not over at its deadline. Is the device hung?")
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
@@ -222,5 +236,5 @@ class _CudaCopy(CopyWork):
             tensors, self._tensors = self._tensors, None
         if tensors is not None and self._anchor.event.query():  # type: ignore[no-untyped-call]
             start_ns, stop_ns = (self._anchor.ns + int(1e6 * self._anchor.event.elapsed_time(event)) for event in (self._start, self._stop))
-            self._lanes.timeline.record(self._lane, self._name, start_ns, stop_ns, self._nbytes)
+            self._lanes.timeline.record(self.lane, self._name, start_ns, stop_ns, self._nbytes)
         return True
