@@ -219,3 +219,10 @@ def test_help_is_there_for_every_command(folder):
     for words in ([], ["train"], ["init"], ["export"], ["clean"]):
         done = infinity(*words, "--help")
         assert done.exit_code == 0 and "Usage: infinity" in done.stdout
+
+
+def test_resuming_beside_a_later_checkpoint_is_refused(folder):
+    write_config(**{"train.save_every": 2})
+    assert infinity("train", "run.toml").exit_code == 0
+    refused = infinity("train", "run.toml", "--resume", "runs/step-2", "--set", "store.run=again")
+    assert refused.exit_code == 2 and "step-3" in refused.stderr and "train.output" in refused.stderr

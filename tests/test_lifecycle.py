@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 
 import numpy as np
@@ -600,3 +601,24 @@ def test_a_step_with_a_closure_leaves_no_old_values_ahead(tmp_path):
         engine.optimizer.zero_grad()
         engine.optimizer.step()
         assert engine.global_step == len(data)
+
+
+def test_a_copied_run_goes_on_from_the_copy_and_leaves_the_original_alone(tmp_path):
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+
+    def steps(path, some):
+        config = settings(known_rates(path), NVME, store={"resume": "auto"})
+        with infinity.initialize(tiny_gpt(), config) as engine:
+            for ids in some:
+                engine.model(ids).backward()
+                engine.optimizer.step()
+            return engine.global_step, values_of(engine)
+
+    _, early = steps(original, batches(2))
+    shutil.copytree(original, copy)
+    _, late = steps(original, batches(1))
+    step, values = steps(copy, [])
+    assert step == 2 and all(torch.equal(values[name], early[name]) for name in early)
+    step, values = steps(original, [])
+    assert step == 3 and all(torch.equal(values[name], late[name]) for name in late)

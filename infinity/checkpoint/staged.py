@@ -45,6 +45,8 @@ def staged_file(target: Path, nbytes: int) -> Iterator[Path]:
 @contextmanager
 def _workplace(target: Path, nbytes: int) -> Iterator[Path]:
     folder = target.with_name(f"{target.name}.tmp")
+    _check_free(target)
+    _check_ours(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder, target)
@@ -85,6 +87,12 @@ def _check_free(target: Path) -> None:
         return
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists, and nothing is ever overwritten: choose another name, or remove it first")
+
+
+def _check_ours(folder: Path) -> None:
+    """What an interrupted save left may be emptied; anything else of that name is somebody's."""
+    if folder.exists() and not (folder / _LOCK).exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and was not left by an interrupted save: move it away, or choose another name")
 
 
 def _empty(folder: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
+from infinity.checkpoint import Manifest
 from infinity.cli.functions import load_function
 from infinity.cli.interrupt import INTERRUPTED, Interrupt
 from infinity.cli.report import Meter, Reporter, overlap_table
@@ -50,6 +51,8 @@ def run_training(config: Config, folders: Sequence[Path], resume: Path | None) -
     latest = _latest(output)
     if resume is not None and not resume.is_dir():
         raise ConfigError(f"--resume {resume}: no such checkpoint.")
+    if resume is not None and latest is not None and _step_of(latest) > Manifest.read(resume).step:
+        raise ConfigError(f"--resume {resume}: {latest} is further and would stay in the way. Choose another directory: --set train.output=DIR.")
     if resume is None and latest is not None:
         _refuse_if_never(config, latest)
         if _step_of(latest) >= config.train.steps:
@@ -149,7 +152,7 @@ def _step(engine: Any, batches: Iterator[Batch], scheduler: LambdaLR, train: Tra
 
 
 def _save(engine: Any, output: Path) -> Path:
-    """A checkpoint of this step, whole when this returns; one that is there already was saved by this very step."""
+    """A checkpoint of this step, whole when this returns. One that is there already is of this step: later ones are refused at the start."""
     folder = output / f"step-{engine.global_step}"
     if not folder.exists():
         engine.save(folder).wait()

@@ -65,28 +65,23 @@ class PathMark:
 
 
 def find_manifest(directories: Iterable[Path], rank: int) -> tuple[Manifest, Path] | None:
-    """The newest manifest that the directories hold or point to, and where it is; None when nothing was ever published.
+    """The newest manifest in the directories, else the newest that they point to, and where it is; None when nothing was ever published.
 
+    A pointer is followed only where no manifest is at hand: a copied directory points to the run that it was copied from.
     Raises StorageError when a directory belongs to a run whose manifest cannot be reached.
     """
-    found: dict[Path, Manifest] = {}
-    missing: list[tuple[Path, Path]] = []
-    for directory in directories:
-        mark = PathMark.load(directory, rank)
-        places = [directory] if mark is None else [directory, Path(mark.manifest_directory)]
-        for place in places:
-            if (place / manifest_name(rank)).exists():
-                found[place] = Manifest.load(place / manifest_name(rank))
-        if mark is not None and not any(place in found for place in places):
-            missing.append((directory, places[-1]))
-    if not found and missing:
-        directory, place = missing[0]
+    directories = list(directories)
+    marks = {directory: PathMark.load(directory, rank) for directory in directories}
+    pointed = {Path(mark.manifest_directory): directory for directory, mark in marks.items() if mark is not None}
+    for places in (directories, list(pointed)):
+        found = {place: Manifest.load(place / manifest_name(rank)) for place in places if (place / manifest_name(rank)).exists()}
+        if found:
+            place = max(found, key=lambda place: found[place].serial)
+            return found[place], place
+    for place, directory in pointed.items():
         hint = f"{directory} is part of a run whose manifest is there: mount or add that path"
         raise StorageError(errno.ENOENT, str(place / manifest_name(rank)), hint=hint)
-    if not found:
-        return None
-    place = max(found, key=lambda place: found[place].serial)
-    return found[place], place
+    return None
 
 
 def our_files(directory: Path, rank: int | None = None) -> list[Path]:

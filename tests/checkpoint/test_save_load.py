@@ -245,3 +245,12 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(small_disk: Path, monkeyp
     with pytest.raises(StorageError, match=r"states-00001-of-00001.*|12\d{5} bytes wanted") as caught:
         save(small_disk / "c", Arrays({"w": (100, 1000)}), {}, 0)
     assert caught.value.errno == 28 and os.listdir(small_disk) == []
+
+
+def test_a_folder_that_no_save_left_is_not_emptied(tmp_path):
+    mine = tmp_path / "weights.tmp" / "thesis.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(CheckpointError, match=r"weights\.tmp exists and was not left by an interrupted save"):
+        save(tmp_path / "weights", Arrays({}), {}, 0)
+    assert mine.read_text() == "mine" and not (tmp_path / "weights").exists()
