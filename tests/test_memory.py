@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
 import pytest
 import torch
 from engines import known_rates, settings
@@ -12,7 +22,11 @@ from torch import nn
 
 import infinity
 from infinity.kinds import Tier
-from infinity.sizes import KiB, MiB
+from infinity.sizes import GiB, KiB, MiB
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import cgroup  # noqa: E402
 
 
 class Blocks(nn.Module):
@@ -145,3 +159,46 @@ def test_saving_loading_and_publishing_stay_inside_the_plan(path, tmp_path):
         peak, planned = held(engine)
         assert engine.global_step == 1 and peak <= planned
         engine.close(publish=False)
+
+
+def larger(way: str, folder: Path, layers: int, width: int, budget: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tests/larger.py"), way, str(folder), str(layers), str(width), budget]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, **options)
+
+
+def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_model_of_four_times_its_budget_trains_as_if_it_were_not(path):
+    budget = 96 * MiB
+    capped = result_of(larger("engine", path, 12, 1448, str(budget)))
+    free = result_of(larger("engine", path, 12, 1448, "2GiB"))
+    assert 16 * capped["params"] > 3.9 * budget and capped["on_nvme"] > 3 * budget and free["on_nvme"] == 0
+    assert capped["losses"] == free["losses"], "to the bit"
+    assert capped["held"] <= capped["planned"] <= budget
+    assert capped["grown"] < budget + 40 * MiB, "the whole process, with activations and what autograd and Python take beside"
+
+
+@pytest.mark.slow
+def test_in_a_cgroup_a_third_of_its_size_a_model_trains_and_plain_pytorch_is_killed(path):
+    """1.5 GiB for 308 million parameters: 4.6 GiB of parameters, gradients and Adam states."""
+    limit = 3 * GiB // 2
+    if psutil.virtual_memory().available < 10 * GiB or shutil.disk_usage(path).free < 12 * GiB:
+        pytest.skip("needs 10 GiB of memory for the run without a limit, and 12 GiB on the disk")
+    try:
+        group = cgroup.MemoryCgroup(limit)
+    except cgroup.NotPermittedError as reason:
+        pytest.skip(f"no memory cgroup can be made here: {reason}")
+    try:
+        capped = result_of(larger("engine", path, 24, 3584, "800MiB", preexec_fn=group.enter))
+        assert group.kills() == 0
+        killed = larger("torch", path, 24, 3584, "-", preexec_fn=group.enter)
+        assert killed.returncode == -signal.SIGKILL and group.kills() == 1, killed.stderr
+    finally:
+        group.close()
+    free = result_of(larger("engine", path, 24, 3584, "8GiB"))
+    assert 16 * capped["params"] > 3 * limit and free["on_nvme"] == 0
+    assert capped["losses"] == free["losses"], "to the bit"
+    assert capped["held"] <= capped["planned"] <= 800 * MiB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from infinity import native
 from infinity.errors import ConfigError
 from infinity.sizes import MiB
+from infinity.storage.slabs import SlabPool
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
@@ -106,25 +108,27 @@ def _lines(path: Path) -> list[str]:
 
 
 def _measure_upload(device: torch.device) -> float:
-    source = torch.empty(64 * MiB, dtype=torch.uint8).pin_memory()
-    target = torch.empty_like(source, device=device)
-    target.copy_(source, non_blocking=True)
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(2):
+    with closing(SlabPool(pin=True, threads=4)) as slabs:  # torch's own pinned memory would never go back to the system
+        source = slabs.take(64 * MiB)
+        target = torch.empty_like(source, device=device)
         target.copy_(source, non_blocking=True)
-    stop.record()
-    stop.synchronize()
-    return 2 * source.numel() / (float(start.elapsed_time(stop)) / 1e3)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(2):
+            target.copy_(source, non_blocking=True)
+        stop.record()
+        stop.synchronize()
+        return 2 * source.numel() / (float(start.elapsed_time(stop)) / 1e3)
 
 
 def _measure_adam(pool: native.ThreadPool) -> float:
     numel = 1 << 20
-    master, exp_avg, exp_avg_sq, grad = (torch.ones(numel) for _ in range(4))
     segments = [native.AdamSegment(0, numel, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1)]
     best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        native.adamw(pool, master, exp_avg, exp_avg_sq, grad, None, segments)
-        best = min(best, time.perf_counter() - start)
+    with closing(SlabPool(pin=False, threads=1)) as slabs:
+        master, exp_avg, exp_avg_sq, grad = slabs.take(4 * numel * torch.float32.itemsize).view(torch.float32).fill_(1).view(4, numel)
+        for _ in range(4):
+            start = time.perf_counter()
+            native.adamw(pool, master, exp_avg, exp_avg_sq, grad, None, segments)
+            best = min(best, time.perf_counter() - start)
     return numel / best
