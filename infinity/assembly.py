@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from infinity.storage.rundir import discard, run_files
 from infinity.storage.slabs import SlabPool
 from infinity.storage.store import AioOptions, Pools, Resumed, Store
 from infinity.timeline import Timeline
+
+logger = logging.getLogger("infinity")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +131,9 @@ def _make_way(prepared: Prepared, checkpoint_directory: Path) -> None:
         accept=lambda extra: check_fits(extra["run"], names, buffers),
         thoroughly=bool(run_files(places, prepared.config.store.run).files),
     )
-    discard(places, prepared.config.store.run)
+    removed = discard(places, prepared.config.store.run)
+    if removed.files:
+        logger.warning("run %r made way for %s: %d bytes of its files were removed", removed.run, checkpoint_directory, removed.nbytes)
 
 
 def _open_run(prepared: Prepared, closers: ExitStack) -> Kept:

@@ -245,8 +245,9 @@ class Engine:
 
 
 def plan(model: Model, config: Source) -> Plan:
-    """What fits where and what a step is expected to cost. Nothing is written, and a builder runs on the meta device: no values are made.
+    """What fits where and what a step is expected to cost. No values are made: a builder runs on the meta device.
 
+    A path whose rates are not known yet is measured, for a tenth of a second each way; they are kept in PATH/infinity/rates.json.
     Raises what `initialize` would raise for this configuration on this machine.
     """
     return preview(model, load_config(config))

@@ -15,6 +15,7 @@ from infinity.sizes import SECTOR_BYTES, align_up
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.slabs import SlabPool
 from infinity.storage.store import Store
+from infinity.storage.work import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +157,7 @@ class _Window:
             resident = self._store.resident(key)
             self._bytes = self._room(nbytes) if resident is None else resident
             if resident is None:
-                self._store.fetch(key, self._bytes).wait(self._deadline_s)
+                self._await(self._store.fetch(key, self._bytes))
             self._key = key
 
     def elements(self, dtype: torch.dtype, part_bytes: int, run: Interval) -> Tensor:
@@ -168,8 +169,17 @@ class _Window:
     def close(self) -> None:
         """Write a changed chunk back."""
         if self._key is not None and self.dirty and self._bytes is not None and self._store.resident(self._key) is None:
-            self._store.write_back(self._key, self._bytes).wait(self._deadline_s)
+            self._await(self._store.write_back(self._key, self._bytes))
         self._key, self.dirty = None, False
+
+    def _await(self, work: Work) -> None:
+        """A buffer whose motion failed is not used again: the device may still be at it."""
+        try:
+            work.wait(self._deadline_s)
+        except BaseException:
+            self._buffer = self._bytes = self._key = None
+            self.dirty = False
+            raise
 
     def _room(self, nbytes: int) -> Tensor:
         padded = align_up(nbytes, SECTOR_BYTES)
