@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy
 
 from infinity.kinds import Lane
 
@@ -47,6 +50,44 @@ class LaneSummary:
         return self.nbytes / self.busy_s if self.busy_s else 0.0
 
 
+class _Packed:
+    """Spans in 28 bytes each: a long run records hundreds of thousands. Their names, a few for each chunk and unit, are kept once."""
+
+    _LANES = tuple(Lane)
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        """start_ns, stop_ns and nbytes of the first span, of the second, ..."""
+        self._kinds = array("i")
+        """Index of the name, lane and is_stall."""
+        self._names: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def append(self, span: Span) -> None:
+        self._numbers.extend((span.start_ns, span.stop_ns, span.nbytes))
+        name = self._names.setdefault(span.name, len(self._names))
+        self._kinds.append((name * len(self._LANES) + self._LANES.index(span.lane)) * 2 + span.is_stall)
+
+    def drop(self, count: int) -> None:
+        """Forget the oldest."""
+        del self._numbers[: 3 * count]
+        del self._kinds[:count]
+
+    def since(self, ns: int) -> list[Span]:
+        """Those that end after `ns`."""
+        names = list(self._names)
+        times = numpy.array(self._numbers).reshape(-1, 3)
+        kinds = numpy.array(self._kinds)
+        late = times[:, 1] > ns
+        found = []
+        for (start_ns, stop_ns, nbytes), kind in zip(times[late].tolist(), kinds[late].tolist(), strict=True):
+            name, lane = divmod(kind >> 1, len(self._LANES))
+            found.append(Span(self._LANES[lane], names[name], start_ns, stop_ns, nbytes, bool(kind & 1)))
+        return found
+
+
 class Timeline:
     """A bounded record of spans. Recording is cheap and thread-safe; the arithmetic happens when somebody asks.
 
@@ -55,7 +96,7 @@ class Timeline:
 
     def __init__(self, max_spans: int = 500_000) -> None:
         self._max_spans = max_spans
-        self._spans: list[Span] = []
+        self._spans = _Packed()
         self._lock = threading.Lock()
         self._totals: dict[Lane, tuple[int, int]] = {lane: (0, 0) for lane in Lane}
         self._stalled_ns: dict[Lane, int] = dict.fromkeys(Lane, 0)
@@ -95,7 +136,7 @@ class Timeline:
                 nbytes, count = self._totals[span.lane]
                 self._totals[span.lane] = (nbytes + span.nbytes, count + 1)
             if len(self._spans) >= self._max_spans:
-                del self._spans[: self._max_spans // 10]
+                self._spans.drop(self._max_spans // 10)
             self._spans.append(span)
 
     def spans(self, since_ns: int = 0) -> list[Span]:
@@ -103,7 +144,7 @@ class Timeline:
         for resolve in self.resolvers:
             resolve()
         with self._lock:
-            kept = [span for span in self._spans if span.stop_ns > since_ns]
+            kept = self._spans.since(since_ns)
         return sorted(kept, key=lambda span: span.start_ns)
 
     def moved_bytes(self) -> dict[Lane, int]:
