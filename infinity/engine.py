@@ -161,13 +161,14 @@ class Engine:
             raise
 
     def statistics(self) -> dict[str, Any]:
-        """Totals since the start: bytes moved and seconds stalled per lane, and the peaks of what was fetched and of CPU memory held."""
+        """Totals since the start: bytes moved and seconds stalled per lane, and what is and was held in memory."""
         timeline, scheduler, pools = self._parts.timeline, self._parts.scheduler, self._parts.pools
         return {
             "bytes": timeline.moved_bytes(),
             "stalled_s": timeline.stalled_s(),
             "peak_live_bytes": scheduler.peak_bytes,
             "peak_live_units": scheduler.peak_units,
+            "cpu_bytes": sum(pool.allocated_bytes for pool in {pools.pinned, pools.plain}),
             "peak_cpu_bytes": sum(pool.peak_bytes for pool in {pools.pinned, pools.plain}),
         }
 
