@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ class Rows(torch.utils.data.Dataset):
     """Token rows; each is made in whichever process asks for it."""
 
     def __len__(self):
-        return 24
+        return 8
 
     def __getitem__(self, index):
         return torch.randint(0, 61, (16,), generator=torch.Generator().manual_seed(index))
@@ -135,6 +136,9 @@ def test_forking_data_loader_workers_see_nothing_of_the_engine(tmp_path, persist
     del loader
     gc.collect()
     assert got == want
+    until = time.monotonic() + 20
+    while threads()[1] > before[0][1] and time.monotonic() < until:
+        time.sleep(0.1)  # the loader's own threads end a moment after it
     after = threads(), descriptors()
     assert after[0][0] == before[0][0] and after[0][1] <= before[0][1]
     assert not set(after[1]) - set(before[1])
