@@ -44,7 +44,6 @@ def run(tmp_path):
     engine = infinity.initialize(tiny_gpt(), config)
     yield engine, tmp_path
     engine.close()
-    gc.collect()
     assert threads()[0] == before[0], "no thread outlives close()"
     assert not set(descriptors()) - set(before[1]), "no file stays open"
 

@@ -19,7 +19,7 @@ from torch import nn
 import infinity
 from infinity.errors import CheckpointError, ClosedError, ConfigError, LockError, TraceError
 
-STEPS, HALF, MICRO_STEPS = 6, 3, 2
+STEPS, HALF, MICRO_STEPS = 4, 2, 2
 
 
 class Net(nn.Module):
@@ -49,8 +49,8 @@ def net(seed=0):
 
 
 def config_of(path, dtype="fp32", placement=NVME, **sections):
-    precision = {"dtype": dtype, "keep_fp32": [] if dtype == "fp32" else ["norm.*"], "init_scale": 2.0**17, "growth_interval": 2}
-    optimizer = {"max_grad_norm": 0.5, **sections.pop("optimizer", {})}
+    precision = {"dtype": dtype, "keep_fp32": [] if dtype == "fp32" else ["norm.*"], "init_scale": 2.0**20, "growth_interval": 2}
+    optimizer = {"max_grad_norm": 0.5, "chunk_size": "16KiB", **sections.pop("optimizer", {})}
     return settings(path, placement, precision=precision, train={"accumulation": MICRO_STEPS}, optimizer=optimizer, **sections)
 
 
@@ -136,7 +136,7 @@ def straight(request, tmp_path_factory):
     run = Run(net(), config_of(path, request.param)).steps(HALF)
     run.engine.save(path / "half").wait()
     half = run.engine.global_step
-    assert half == (HALF - 1 if request.param == "fp16" else HALF), "the first step in fp16 overflows and is skipped"
+    assert (half < HALF) is (request.param == "fp16"), "the first step in fp16 overflows and is skipped"
     return request.param, {**run.steps(STEPS - HALF).end(), "half": half}, path / "half"
 
 
