@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +25,8 @@ from infinity.preparation import Model, ParamGroups, preview
 from infinity.run_state import RunState, Stateful
 from infinity.storage.work import COMPLETED, Work
 from infinity.timeline import Timeline
+
+logger = logging.getLogger("infinity")
 
 
 def initialize(
@@ -60,6 +65,8 @@ class Engine:
         self._parts = parts
         self._state = RunState(parts.model, parts.optimizer, parts.loss_scale, parts.device)
         self._closed = False
+        self._process = os.getpid()
+        self._reminder = weakref.finalize(self, _remind, parts.config.store.run, self._process)
         self._taken_before = 0
         parts.optimizer.register_step_pre_hook(self._before_step)
         parts.optimizer.register_step_post_hook(self._after_step)
@@ -183,10 +190,12 @@ class Engine:
         """Finish what is under way, publish the run so that the next process goes on with it, stop the threads, free everything.
 
         A run is published where it has a path and store.resume is not "never"; `publish=False` leaves it as it is.
+        In a forked child nothing happens: the files are the parent's.
         """
-        if self._closed:
+        if self._closed or self._process != os.getpid():
             return
         self._closed = True
+        self._reminder.detach()
         wanted = bool(self._parts.config.nvme.paths) and self._parts.config.store.resume != "never"
         try:
             if (wanted if publish is None else publish) and self._parts.pipeline.is_sound:
@@ -243,6 +252,12 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed: call infinity.initialize again")
+
+
+def _remind(run: str, process: int) -> None:
+    """The engine is gone, or the interpreter ends, and close() was never called."""
+    if process == os.getpid():
+        logger.warning("the engine of run %r was never closed: its last steps are not published. Use it under `with`, or call close()", run)
 
 
 def plan(model: Model, config: Source) -> Plan:

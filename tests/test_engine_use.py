@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 
 import pytest
 import torch
-from engines import descriptors, known_rates, mixed, params_and_masters, settings, threads, ulp_distance, values_of
+from engines import descriptors, files_below, known_rates, mixed, params_and_masters, settings, threads, ulp_distance, values_of
 from models import batches, tiny_gpt
 from torch import nn
 from torch.utils.data import DataLoader
@@ -305,3 +306,99 @@ def test_loss_closure(tmp_path):
         want = [optimizer.step(lambda ids=ids: closure(plain, optimizer, ids)).item() for ids in data]
         got = [engine.optimizer.step(lambda ids=ids: closure(engine.model, engine.optimizer, ids)).item() for ids in data]
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-6, atol=0)
+
+
+def test_two_engines_in_one_graph(tmp_path):
+    """A generator and its critic, each with an engine, an optimizer and a store of its own."""
+
+    def make():
+        torch.manual_seed(0)
+        build = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)], nn.Linear(8, 8))  # noqa: E731
+        return build(), build()
+
+    def play(generator, critic, optimizers):
+        noise, losses = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), []
+        for turn in range(4):
+            loss = critic(generator(noise)).square().mean() * (1 if turn % 2 else -0.1)
+            loss.backward()
+            optimizers[turn % 2].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    plain = make()
+    want = play(*plain, [adamw(model) for model in plain])
+    places = [known_rates(tmp_path / name) for name in ("generator", "critic")]
+    engines = [infinity.initialize(model, settings(place)) for model, place in zip(make(), places, strict=True)]
+    got = play(*[engine.model for engine in engines], [engine.optimizer for engine in engines])
+    for engine in engines:
+        engine.close()
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-6, atol=0)
+
+
+def test_an_engine_among_plain_modules(tmp_path):
+    """Adapters around the engine's model have torch's own optimizer; gradients flow through."""
+
+    def run(model, optimizer):
+        torch.manual_seed(3)
+        adapter = nn.Linear(8, 8)
+        own = torch.optim.SGD(adapter.parameters(), lr=0.1)
+        x = torch.randn(4, 8)
+        losses = []
+        for _ in range(3):
+            loss = (adapter(model(adapter(x)))).square().mean()
+            loss.backward()
+            for each in (own, optimizer):
+                each.step()
+                each.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+    plain = build()
+    want = run(plain, adamw(plain))
+    with infinity.initialize(build(), settings(known_rates(tmp_path))) as engine:
+        got = run(engine.model, engine.optimizer)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-6, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_cannot_touch_the_run(tmp_path):
+    """It is refused at once, and its close() and its end leave the parent's files alone."""
+    with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path), store={"resume": "auto"})) as engine:
+        train(engine.model, engine.optimizer, batches(2))
+        before = files_below(tmp_path)
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                try:
+                    engine.model(batches(1)[0])
+                except RuntimeError as error:
+                    code = 0 if "after fork()" in str(error) else 2
+                engine.close()
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert files_below(tmp_path) == before
+        train(engine.model, engine.optimizer, batches(1))
+    with infinity.initialize(tiny_gpt(), settings(tmp_path, store={"resume": "must"})) as engine:
+        assert engine.global_step == 3
+
+
+def test_an_engine_that_is_never_closed_reminds(tmp_path, caplog):
+    config = settings(known_rates(tmp_path))
+    with caplog.at_level(logging.WARNING, "infinity"):
+        with infinity.initialize(tiny_gpt(), config):
+            pass
+        assert not caplog.records
+        engine = infinity.initialize(tiny_gpt(), config)
+        closers = engine._parts.closers
+        del engine
+        gc.collect()
+    closers.close()
+    assert any("never closed" in record.message for record in caplog.records)

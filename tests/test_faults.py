@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -308,6 +309,35 @@ def test_a_slow_drive_makes_units_late_and_changes_nothing(tmp_path, monkeypatch
 
     quick, slow = train(0.0), train(0.01)
     assert all(torch.equal(quick[key], slow[key]) for key in quick)
+
+
+def test_an_interrupt_while_a_unit_is_on_its_way(tmp_path, monkeypatch):
+    """Ctrl-C in the middle of an evaluation: what was half-way here is old after the next step, and is not used."""
+    config = config_of(known_rates(tmp_path)) | {"store": {"resume": "never"}}
+
+    def train(interrupt_at):
+        with infinity.initialize(tiny_gpt(), config) as engine:
+            step(engine, 2)
+            store = engine._parts.store
+            real = store.fetch
+            monkeypatch.setattr(store, "fetch", lambda key, into: Late(real(key, into), 0.3 if key.unit == interrupt_at else 0.0))
+            if interrupt_at is not None:
+                timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+                with pytest.raises(KeyboardInterrupt), torch.no_grad():
+                    engine.model(timer_started(timer))
+                timer.join()
+            monkeypatch.setattr(store, "fetch", real)
+            step(engine, 2)
+            return states_of(engine)
+
+    def timer_started(timer):
+        timer.start()
+        return batches(1)[0]
+
+    want = train(None)
+    for unit in (1, 3):
+        got = train(unit)
+        assert all(torch.equal(want[key], got[key]) for key in want)
 
 
 def test_a_failed_initialize_leaves_nothing(tmp_path, monkeypatch, faulty):
