@@ -65,6 +65,10 @@ class _Packed:
     def __len__(self) -> int:
         return len(self._kinds)
 
+    @property
+    def nbytes(self) -> int:
+        return len(self._numbers) * self._numbers.itemsize + len(self._kinds) * self._kinds.itemsize
+
     def append(self, span: Span) -> None:
         self._numbers.extend((span.start_ns, span.stop_ns, span.nbytes))
         name = self._names.setdefault(span.name, len(self._names))
@@ -101,6 +105,11 @@ class Timeline:
         self._totals: dict[Lane, tuple[int, int]] = {lane: (0, 0) for lane in Lane}
         self._stalled_ns: dict[Lane, int] = dict.fromkeys(Lane, 0)
         self.resolvers: list[Callable[[], None]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the record takes by now: it grows up to `max_spans`."""
+        return self._spans.nbytes
 
     def record(self, lane: Lane, name: str, start_ns: int, stop_ns: int, nbytes: int = 0) -> None:
         """A motion that is over."""

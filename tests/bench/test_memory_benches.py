@@ -1,0 +1,31 @@
+"""The benches on memory run from end to end at toy size; their figures mean nothing there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "bench" / script), "--toy", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_beyond_memory_tells_what_was_resident(tmp_path: Path) -> None:
+    out = run("beyond_memory.py", "--dir", str(tmp_path), "--only", "clipped", "--json", str(tmp_path / "raw.json"))
+    assert "clipped" in out and "resident at most" in out
+    (result,) = json.loads((tmp_path / "raw.json").read_text())
+    assert len(result["losses"]) == 3 and result["held"] <= result["planned"]
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.json"], "nothing is left on the drive"
+
+
+def test_soak_tells_slopes(tmp_path: Path) -> None:
+    result = json.loads(run("soak.py", "--dir", str(tmp_path)).splitlines()[-1])
+    assert set(result["samples"]) >= {"resident bytes", "descriptors", "threads", "slab bytes"}
