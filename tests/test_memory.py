@@ -178,7 +178,7 @@ def test_a_model_of_four_times_its_budget_trains_as_if_it_were_not(path):
     assert 16 * capped["params"] > 3.9 * budget and capped["on_nvme"] > 3 * budget and free["on_nvme"] == 0
     assert capped["losses"] == free["losses"], "to the bit"
     assert capped["held"] <= capped["planned"] <= budget
-    assert capped["grown"] < budget + 40 * MiB, "the whole process, with activations and what autograd and Python take beside"
+    assert capped["grown"] < budget + 64 * MiB, "the whole process, with activations and what autograd and Python take beside"
 
 
 @pytest.mark.slow
