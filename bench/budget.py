@@ -153,7 +153,8 @@ def main() -> None:
     watch.close()
     limits = {Tier.CPU: parse_bytes(args.cpu), **({Tier.HBM: parse_bytes(args.hbm)} if device.type == "cuda" else {})}
     holds = report(result, watch, limits)
-    print(f"{result['params'] / 1e9:.2f} B parameters, {16 * result['params'] / GiB:.1f} GiB of state: budgets {'hold' if holds else 'DO NOT HOLD'}", flush=True)
+    verdict = "hold" if holds else "DO NOT HOLD"
+    print(f"{result['params'] / 1e9:.2f} B parameters, {16 * result['params'] / GiB:.1f} GiB of state: budgets {verdict}", flush=True)
     if args.json:
         result["lanes"] = [str(lane) for lane in result["lanes"]]
         result["peaks"] = {phase: {str(tier): n for tier, n in peaks.items()} for phase, peaks in watch.peaks.items()}

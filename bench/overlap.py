@@ -137,7 +137,8 @@ def report(found: dict[str, dict[str, list[float]]]) -> None:
         for name, times in found.items():
             middle = statistics.median(times[what])
             print(
-                f"{what:17s} {name:5s} {middle:8.4f} s [{min(times[what]):.4f}..{max(times[what]):.4f}] n={len(times[what])}  {middle / base:.3f} of torch",
+                f"{what:17s} {name:5s} {middle:8.4f} s [{min(times[what]):.4f}..{max(times[what]):.4f}] n={len(times[what])}  "
+                f"{middle / base:.3f} of torch",
                 flush=True,
             )
     for name, times in found.items():
