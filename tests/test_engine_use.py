@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 
 import pytest
 import torch
-from engines import descriptors, files_below, known_rates, mixed, params_and_masters, settings, threads, ulp_distance, values_of
+from engines import descriptors, known_rates, mixed, params_and_masters, settings, threads, ulp_distance, values_of
 from models import batches, tiny_gpt
 from torch import nn
 from torch.utils.data import DataLoader
@@ -364,30 +363,6 @@ def test_an_engine_among_plain_modules(tmp_path):
     with infinity.initialize(build(), settings(known_rates(tmp_path))) as engine:
         got = run(engine.model, engine.optimizer)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-6, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_cannot_touch_the_run(tmp_path):
-    """It is refused at once, and its close() and its end leave the parent's files alone."""
-    with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path), store={"resume": "auto"})) as engine:
-        train(engine.model, engine.optimizer, batches(2))
-        before = files_below(tmp_path)
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                try:
-                    engine.model(batches(1)[0])
-                except RuntimeError as error:
-                    code = 0 if "after fork()" in str(error) else 2
-                engine.close()
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-        assert files_below(tmp_path) == before
-        train(engine.model, engine.optimizer, batches(1))
-    with infinity.initialize(tiny_gpt(), settings(tmp_path, store={"resume": "must"})) as engine:
-        assert engine.global_step == 3
 
 
 def test_an_engine_that_is_never_closed_reminds(tmp_path, caplog):
