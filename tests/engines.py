@@ -135,6 +135,23 @@ def files_below(path):
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and file.name not in ("rates.json", "lock"))
 
 
+def decay_groups(named):
+    """Matrices decay, vectors do not."""
+    named = list(named)
+    return [
+        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def step(engine, steps=1):
+    """Plain training steps."""
+    for ids in batches(steps):
+        engine.model(ids).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
 def train_and_die(path):
     """The life of a process that is killed in the middle of its third step."""
     engine = infinity.initialize(tiny_gpt(), settings(path, store={"resume": "auto"}))
