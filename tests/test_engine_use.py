@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 
 import pytest
 import torch
-from engines import descriptors, known_rates, mixed, params_and_masters, settings, threads, ulp_distance, values_of
+from engines import CPU, NVME, descriptors, files_below, known_rates, mixed, params_and_masters, settings, threads, ulp_distance, values_of
 from models import batches, tiny_gpt
 from torch import nn
 from torch.utils.data import DataLoader
 
 import infinity
-from infinity.errors import CapacityError
+from infinity.errors import CapacityError, TraceError
 
 IDS = torch.randint(3, 50, (4, 7), generator=torch.Generator().manual_seed(0))
 
@@ -363,6 +364,33 @@ def test_an_engine_among_plain_modules(tmp_path):
     with infinity.initialize(build(), settings(known_rates(tmp_path))) as engine:
         got = run(engine.model, engine.optimizer)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-6, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("placement", [NVME, CPU], ids=["nvme", "cpu"])
+def test_a_forked_child_cannot_touch_the_run(tmp_path, placement):
+    """It is refused before it touches memory that it does not have, and its close() leaves the parent's files alone."""
+    with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path), placement, store={"resume": "auto"})) as engine:
+        train(engine.model, engine.optimizer, batches(2))
+        before = files_below(tmp_path)
+        uses = [lambda: engine.model(batches(1)[0]), lambda: engine.gathered().__enter__(), engine.model.state_dict]
+        for use in uses:
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    try:
+                        use()
+                    except TraceError as error:
+                        code = 0 if "forked from" in str(error) else 2
+                    engine.close()
+                finally:
+                    os._exit(code)
+            assert os.waitpid(child, 0)[1] == 0
+            assert files_below(tmp_path) == before
+        train(engine.model, engine.optimizer, batches(1))
+    with infinity.initialize(tiny_gpt(), settings(tmp_path, placement, store={"resume": "must"})) as engine:
+        assert engine.global_step == 3
 
 
 def test_an_engine_that_is_never_closed_reminds(tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from infinity.errors import TraceError
 from infinity.kinds import Lane
 from infinity.runtime.attach import AttachedUnit
 from infinity.runtime.parameter import Seat, WakeUp
@@ -40,6 +42,7 @@ class LiveUnits:
         self.storages = LiveStorages()
         self._live: dict[AttachedUnit, None] = {}
         self._timeline = timeline
+        self._process = os.getpid()
         self._owners = {param: unit for unit in self.units for param in unit.unit.params}
         self._link_parents()
 
@@ -62,6 +65,7 @@ class LiveUnits:
         if unit.flats is None:
             self.release_idle(beside=unit)
             unit.check_trainable()
+            self._check_process()
             with plain_tensors():
                 unit.rise(self.residency.fetch(unit.unit))
             self._live[unit] = None
@@ -70,6 +74,14 @@ class LiveUnits:
                 unit.began_ns = time.monotonic_ns()
         assert unit.flats is not None
         return unit.flats
+
+    def _check_process(self) -> None:
+        """Memory for direct I/O is not there after fork(): to touch it is to crash."""
+        if self._process != os.getpid():
+            raise TraceError(
+                f"the model was called in process {os.getpid()}, forked from {self._process}, where its values and threads have stayed. "
+                "Use it in the process that called infinity.initialize; data loader workers may do anything else"
+            )
 
     def release_idle(self, beside: AttachedUnit | None = None) -> None:
         """Release what no call in progress needs; `beside` a unit that comes, all but the root, the units around it, and what is kept."""
