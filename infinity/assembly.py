@@ -157,6 +157,7 @@ def _open_run(prepared: Prepared, closers: ExitStack) -> Kept:
     closers.callback(store.close)
     resumed = _open_store(store, plan, prepared.units, config)
     states = States(prepared.units, store, pools.plain, chunk_numel=plan.chunk_numel, deadline_s=config.nvme.deadline_s)
+    closers.callback(states.close)
     return Kept(timeline=timeline, pools=pools, copies=copies, store=store, states=states, resumed=resumed)
 
 

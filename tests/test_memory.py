@@ -151,6 +151,7 @@ def test_saving_loading_and_publishing_stay_inside_the_plan(path, tmp_path):
         engine.optimizer.step()
         peak, planned = held(engine)
         assert peak <= planned
+    assert engine.statistics()["cpu_bytes"] == 0, "a closed engine holds nothing"
     with infinity.initialize(build(), config) as engine:  # publishes at close, goes on here
         assert engine.global_step == 2
         peak, planned = held(engine)

@@ -160,6 +160,8 @@ class GradMover:
         for move in dropped:
             move.landed()
         self._thread.join(self._deadline_s)
+        self._addends.close()
+        self._totals.close()
 
     # The thread.
 

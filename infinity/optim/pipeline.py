@@ -171,6 +171,7 @@ class Pipeline:
         if self._step is not None:
             self._fail(self._step, ClosedError("the optimizer was closed in the middle of a step"))
         self._failure = self._failure or ClosedError("optimizer.step() after close()")
+        self._staging.close()
 
     # One chunk.
 

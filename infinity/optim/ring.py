@@ -39,6 +39,11 @@ class Ring:
         """End a loan once `after` is over: until then a disk or a stream uses the buffer."""
         self._returning.append((buffer, after))
 
+    def close(self) -> None:
+        """Let go of the buffers; those that a device still uses follow when it is done."""
+        self._free.clear()
+        self._returning.clear()
+
     def drain(self) -> None:
         """Wait until nothing uses a returned buffer any more; raise the first error after having waited for all."""
         failure: Exception | None = None

@@ -90,10 +90,19 @@ class Staging:
         """Whether a chunk with these homes can be read without waiting for a buffer."""
         return (not homes.stages_states or self.states.has_free()) and (not homes.stages_grad or self.grads.has_free())
 
+    def close(self) -> None:
+        """Let go of all buffers."""
+        for ring in self._rings:
+            ring.close()
+
+    @property
+    def _rings(self) -> tuple[Ring, ...]:
+        return self.states, self.grads, self.params, self.device_grads, self.device_params
+
     def drain(self) -> None:
         """Wait until no returned buffer is in use; raise the first error after having waited for all."""
         failure: Exception | None = None
-        for ring in (self.states, self.grads, self.params, self.device_grads, self.device_params):
+        for ring in self._rings:
             try:
                 ring.drain()
             except Exception as error:

@@ -50,6 +50,11 @@ class FlatGrads:
         filling = self._filling[index] = _Filling(flat, self._cutters[index].cut(flat))
         return filling
 
+    def is_full(self) -> bool:
+        """Whether everything that may come has come."""
+        trainable = sum(len(flat.slots) for flat in self._unit.layout.flats if flat.trainable)
+        return sum(len(filling.present) for filling in self._filling.values()) == trainable
+
     def hand_down(self) -> None:
         """Pass on what has arrived, zeros elsewhere. What comes later goes into a fresh buffer."""
         while self._filling:

@@ -234,6 +234,8 @@ class Hooks:
         self._arm()
         if unit is not None and type(unit.unit.module) not in _LOOKUPS:
             self._live.fetch(unit)
+        elif unit is not None:
+            self._live.release_idle(beside=unit)
 
     def _arm(self) -> None:
         """Have autograd tell when this backward pass is over."""
@@ -261,6 +263,8 @@ class Hooks:
             grad = seat.take_grad()
             if grad is not None:
                 unit.grads.arrive(seat, grad.detach())  # with create_graph it has a graph of its own
+                if unit.flats is None and unit.grads.is_full():
+                    unit.grads.hand_down()  # a unit at rest has no release to come
 
         return arrived
 

@@ -234,6 +234,9 @@ class Scheduler:
             fetch.fail(ClosedError("the engine was closed while a unit was on its way"))
         self._fetches.clear()
         self._retired.clear()
+        self._wholes.clear()
+        if self._movers.staging is not None:
+            self._movers.staging.close()
 
     # -- the mover ---------------------------------------------------------------------------------------------------
 

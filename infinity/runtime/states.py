@@ -101,6 +101,11 @@ class States:
         for window in self._windows.values():
             window.close()
 
+    def close(self) -> None:
+        """Let go of the memory; what was not flushed is lost."""
+        for window in self._windows.values():
+            window.drop()
+
     def _dtype(self, name: str, state: State) -> torch.dtype:
         return self._places[name][2].dtype if state is State.PARAM else torch.float32
 
@@ -180,6 +185,10 @@ class _Window:
             self._buffer = self._bytes = self._key = None
             self.dirty = False
             raise
+
+    def drop(self) -> None:
+        """Forget the chunk, and let go of the buffer."""
+        self._key = self._bytes = self._buffer = None
 
     def _room(self, nbytes: int) -> Tensor:
         padded = align_up(nbytes, SECTOR_BYTES)
