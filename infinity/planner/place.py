@@ -53,6 +53,12 @@ class Piece:
     def numel(self) -> int:
         return len(self.interval)
 
+    def head(self, numel: int) -> Piece:
+        """Its first elements, at most `numel`."""
+        taken = min(numel, self.numel)
+        interval = Interval(self.interval.start, self.interval.start + taken)
+        return Piece(self.key, self.layout, self.flat, interval, self.nbytes // self.numel * taken)
+
 
 def pieces(layouts: Sequence[UnitLayout], chunk_numel: int, accumulates: bool) -> list[Piece]:
     """Every chunk of the model, group by group in order of value: parameters are read twice a step, gradients come before 12 bytes of states."""

@@ -17,7 +17,7 @@ from infinity.sizes import SECTOR_BYTES, align_up, format_bytes, format_rate
 from infinity.storage.chunks import ChunkSpec
 from infinity.storage.slabs import PAGE_BYTES, slab_bytes
 
-_FEWEST_ELEMENTS = 16 * CHUNK_GRANULE
+_FEWEST_ELEMENTS = 64 * CHUNK_GRANULE
 """Smaller chunks are not worth their requests, however small the budget."""
 
 
@@ -141,6 +141,8 @@ class _Settled(NamedTuple):
     chunks: Sequence[Piece]
     placement: Placement
     items: Sequence[Working]
+    staged_bytes: int = 0
+    """Of these, in CPU memory, what grows with the chunks."""
 
     def at_rest(self, tier: Tier) -> list[Piece]:
         return [piece for piece in self.chunks if self.placement[piece.key] is tier]
@@ -221,18 +223,19 @@ def _chunk_numel(job: Job, limits: Mapping[Tier, int]) -> int:
     numel = align_up(min(job.wish.chunk_numel, _longest(job.layouts)), CHUNK_GRANULE)
     while numel > _FEWEST_ELEMENTS and not job.wish.is_cut:
         least = _least(job, numel)
-        staged = sum(item.nbytes for item in staging(job, least.chunks, least.placement) if item.tier is Tier.CPU)
-        if staged <= limits[Tier.CPU] // 4 and not any(_over(job, least, tier, limit) for tier, limit in limits.items()):
+        if least.staged_bytes <= limits[Tier.CPU] // 4 and not any(_over(job, least, tier, limit) for tier, limit in limits.items()):
             break
         numel = max(_FEWEST_ELEMENTS, align_up(numel // 2, CHUNK_GRANULE))
     return numel
 
 
 def _least(job: Job, chunk_numel: int) -> _Settled:
-    """Nothing rests in memory but what is pinned there."""
-    chunks = pieces(job.layouts, chunk_numel, job.wish.accumulates)
-    placement = place(chunks, job.wish, dict.fromkeys((Tier.HBM, Tier.CPU), 0))
-    return _Settled(chunk_numel, chunks, placement, working(job, chunks, placement))
+    """Nothing rests in memory but what is pinned there. The first chunk of a flat buffer is as long as any, so it stands for all."""
+    wholes = pieces(job.layouts, _longest(job.layouts), job.wish.accumulates)
+    placement = place(wholes, job.wish, dict.fromkeys((Tier.HBM, Tier.CPU), 0))
+    heads = [piece.head(chunk_numel) for piece in wholes]
+    items = working(job, heads, placement)
+    return _Settled(chunk_numel, wholes, placement, items, sum(item.nbytes for item in staging(job, heads, placement) if item.tier is Tier.CPU))
 
 
 def _most(job: Job) -> _Settled:
