@@ -116,7 +116,7 @@ def test_a_budget_of_zero_lets_nothing_rest_and_stages_as_little_as_it_can():
     made = plan(model(*[300_000] * 4), 0, chunk=1 << 20)
     assert {spec.tier for spec in made.specs} == {Tier.NVME}
     assert made.chunk_numel == 131_072 and 0 < made.held_bytes(Tier.CPU) < 20 * MiB
-    smallest = plan(model(*[300_000] * 4), made.held_bytes(Tier.CPU), **PINNED)
+    smallest = plan(model(*[300_000] * 4), made.held_bytes(Tier.CPU), chunk=1 << 20, **PINNED)
     assert smallest.held_bytes(Tier.CPU) == made.held_bytes(Tier.CPU)
     with pytest.raises(CapacityError, match=r'placement.param = "cpu"'):
         plan(model(300_000), 0, param=Tier.CPU)
