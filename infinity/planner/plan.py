@@ -219,11 +219,12 @@ def _longest(layouts: Sequence[UnitLayout]) -> int:
 
 
 def _chunk_numel(job: Job, limits: Mapping[Tier, int]) -> int:
-    """The wished chunk, halved until its staging takes at most a quarter of the cpu budget and leaves room for the rest."""
+    """The wished chunk, halved until its staging leaves room for the rest, and takes a quarter of the cpu budget at most where states may rest."""
+    share = limits[Tier.CPU] // (1 if all(job.wish.tier(group) is Tier.NVME for group in Group) else 4)
     numel = align_up(min(job.wish.chunk_numel, _longest(job.layouts)), CHUNK_GRANULE)
     while numel > _FEWEST_ELEMENTS and not job.wish.is_cut:
         least = _least(job, numel)
-        if least.staged_bytes <= limits[Tier.CPU] // 4 and not any(_over(job, least, tier, limit) for tier, limit in limits.items()):
+        if least.staged_bytes <= share and not any(_over(job, least, tier, limit) for tier, limit in limits.items()):
             break
         numel = max(_FEWEST_ELEMENTS, align_up(numel // 2, CHUNK_GRANULE))
     return numel
