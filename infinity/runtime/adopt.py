@@ -100,7 +100,8 @@ class Adoption:
             if kind is None:
                 raise  # else the first error is the one to tell
         finally:
-            self._rings.clear()
+            for ring in self._rings.values():
+                ring.close()
             self._slabs.trim()
 
 
