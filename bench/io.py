@@ -4,8 +4,9 @@
     python bench/io.py --path /mnt/nvme0 --probe ./aioprobe   and a probe of yours (see --help)
     python bench/io.py --toy                                  seconds, for the test run: the figures mean nothing
 
-Every contender has its own file, laid out and overwritten once before timing. Rounds run each contender once, in rotating
-order; a ratio is the median over rounds of the two rates of one round. Prints a table and, last, one line of JSON.
+All contenders move the bytes of one file, the store's, since a disk is not equally fast everywhere: two files of one size may differ
+by a quarter. It is laid out and overwritten once before timing. Rounds run each contender once, in rotating order; a ratio is the
+median over rounds of the two rates of one round. Prints a table and, last, one line of JSON.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Engine:
             aio=options,
         )
         self.store.build(self.specs, ["bench"])
+        (self.file,) = directory.rglob("*.safetensors")
         self.buffers = [pool.take(chunk_bytes).random_(0, 256) for _ in range(UNDER_WAY + 1)]
 
     def read(self) -> float:
@@ -80,10 +82,10 @@ class Engine:
         return self.nbytes / (time.perf_counter() - begin)
 
 
-def fio_pass(directory: Path, nbytes: int, block_bytes: int, depth: int, memory: str, kind: str) -> float:
-    """One fio job on its own file."""
-    command = ["fio", "--name=bench", f"--filename={directory / 'fio.bin'}", f"--rw={kind}", f"--bs={block_bytes}", f"--iodepth={depth}"]
-    command += ["--ioengine=libaio", "--direct=1", f"--size={nbytes}", "--fallocate=posix", f"--iomem={memory}", "--output-format=json"]
+def fio_pass(file: Path, nbytes: int, block_bytes: int, depth: int, memory: str, kind: str) -> float:
+    """One fio job on the chunks of the file: what comes before them is its header."""
+    command = ["fio", "--name=bench", f"--filename={file}", f"--rw={kind}", f"--bs={block_bytes}", f"--iodepth={depth}", "--ioengine=libaio"]
+    command += ["--direct=1", f"--offset={file.stat().st_size - nbytes}", f"--size={nbytes}", f"--iomem={memory}", "--output-format=json"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return float(json.loads(out[out.index("{") :])["jobs"][0][kind]["bw_bytes"])
 
@@ -95,8 +97,9 @@ def fio_memory(block_bytes: int, depth: int) -> str:
     return "mmaphuge" if reserved and int(reserved[1]) >= needed else "malloc"
 
 
-def probe_pass(executable: str, directory: Path, nbytes: int, block_bytes: int, depth: int, kind: str) -> float:
-    command = [executable, str(directory / "probe.bin"), str(nbytes // MiB), str(block_bytes // KiB), str(depth), "1", kind[0], "thp"]
+def probe_pass(executable: str, file: Path, nbytes: int, block_bytes: int, depth: int, kind: str) -> float:
+    """A probe begins at the first byte: the header is lost, and nobody reads it any more."""
+    command = [executable, str(file), str(nbytes // MiB), str(block_bytes // KiB), str(depth), "1", kind[0], "thp"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"([\d.]+) GB/s", out)
     if found is None:
@@ -104,7 +107,7 @@ def probe_pass(executable: str, directory: Path, nbytes: int, block_bytes: int, 
     return float(found[1]) * 1e9
 
 
-def contenders(args: argparse.Namespace, directory: Path, engine: Engine) -> dict[str, dict[str, Pass]]:
+def contenders(args: argparse.Namespace, engine: Engine) -> dict[str, dict[str, Pass]]:
     """kind -> name -> one pass."""
     found: dict[str, dict[str, Pass]] = {"write": {"infinity": engine.write}, "read": {"infinity": engine.read}}
     n, block, depth = engine.nbytes, args.block_kib * KiB, args.depth
@@ -112,12 +115,12 @@ def contenders(args: argparse.Namespace, directory: Path, engine: Engine) -> dic
         memory = fio_memory(block, depth)
         name = "fio libaio, 2 MiB pages" if memory == "mmaphuge" else "fio libaio, 4 KiB pages"
         for kind in found:
-            found[kind][name] = lambda kind=kind, memory=memory: fio_pass(directory, n, block, depth, memory, kind)  # type: ignore[misc]
+            found[kind][name] = lambda kind=kind, memory=memory: fio_pass(engine.file, n, block, depth, memory, kind)  # type: ignore[misc]
         if memory == "malloc":
             print(f"fio runs on 4 KiB pages: vm.nr_hugepages is too small for 2 MiB ones ({block * depth // (2 * MiB) + 1} needed)")
     if args.probe:
         for kind in found:
-            found[kind]["probe, 2 MiB pages"] = lambda kind=kind: probe_pass(args.probe, directory, n, block, depth, kind)  # type: ignore[misc]
+            found[kind]["probe, 2 MiB pages"] = lambda kind=kind: probe_pass(args.probe, engine.file, n, block, depth, kind)  # type: ignore[misc]
     return found
 
 
@@ -155,7 +158,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, object]:
     chunk_bytes = min(args.chunk_mib, args.mib) * MiB
     engine = Engine(directory, args.mib // (chunk_bytes // MiB) * chunk_bytes, chunk_bytes, options)
     try:
-        results = {kind: summarize(interleave(passes, args.rounds)) for kind, passes in contenders(args, directory, engine).items()}
+        results = {kind: summarize(interleave(passes, args.rounds)) for kind, passes in contenders(args, engine).items()}
     finally:
         engine.store.close()
     for kind, rows in results.items():
