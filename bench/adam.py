@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -32,6 +33,9 @@ import adapter  # noqa: E402
 from infinity import native  # noqa: E402
 
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+BYTES_PER_PARAM = 128
+"""Of all contenders together, with what torch's foreach takes for a while."""
+
 Step = Callable[[], object]
 
 
@@ -140,7 +144,12 @@ def ratio(times: dict[str, list[float]], fast: str, slow: str) -> float | None:
 
 
 def measure(params_m: float, rounds: int, warmup: int) -> dict[str, Any]:
-    bench = Bench(int(params_m * (1 << 20)))
+    numel = int(params_m * (1 << 20))
+    available = psutil.virtual_memory().available
+    if numel * BYTES_PER_PARAM > available:
+        most = available // BYTES_PER_PARAM >> 20
+        raise SystemExit(f"--params {params_m:g}: every contender has its own state, {BYTES_PER_PARAM} bytes a parameter in all; memory has room for {most}")
+    bench = Bench(numel)
     times = interleave({name: step for name, (_, step) in bench.steps.items()}, rounds, warmup)
     rows = {
         name: {
