@@ -148,7 +148,7 @@ def measure(params_m: float, rounds: int, warmup: int) -> dict[str, Any]:
     available = psutil.virtual_memory().available
     if numel * BYTES_PER_PARAM > available:
         most = available // BYTES_PER_PARAM >> 20
-        raise SystemExit(f"--params {params_m:g}: every contender has its own state, {BYTES_PER_PARAM} bytes a parameter in all; memory has room for {most}")
+        raise SystemExit(f"--params {params_m:g}: all contenders together need {BYTES_PER_PARAM} bytes a parameter; memory has room for {most}")
     bench = Bench(numel)
     times = interleave({name: step for name, (_, step) in bench.steps.items()}, rounds, warmup)
     rows = {

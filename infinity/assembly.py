@@ -22,7 +22,7 @@ from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredAdamW, names_of
 from infinity.optim.pipeline import Pipeline
 from infinity.planner.plan import Plan
-from infinity.planner.working import LIVE, ON_THEIR_WAY, STAGING
+from infinity.planner.working import ACTIVATIONS, LIVE, ON_THEIR_WAY, STAGING
 from infinity.preparation import Model, ParamGroups, Prepared, adam_threads, addresses_of, defaults, prepare
 from infinity.run_state import check_fits
 from infinity.runtime.adopt import Adoption, OnRead, checksum
@@ -33,6 +33,7 @@ from infinity.runtime.scheduler import Movers, Scheduler
 from infinity.runtime.states import States, named_states
 from infinity.runtime.units import Unit
 from infinity.storage.copies import Copies
+from infinity.storage.device_limit import DeviceLimit
 from infinity.storage.reserve import Reserve
 from infinity.storage.rundir import discard, run_files
 from infinity.storage.slabs import SlabPool
@@ -95,6 +96,7 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         prepared = prepare(model, config, param_groups, pool, goes_on=checkpoint_directory is None)
         if checkpoint_directory is not None:
             _make_way(prepared, checkpoint_directory)
+        _limit_device(prepared, closers)
         kept = _open_run(prepared, closers)
         _fill(prepared, kept)
         update = _make_update(prepared, kept, closers)
@@ -134,6 +136,14 @@ def _make_way(prepared: Prepared, checkpoint_directory: Path) -> None:
     removed = discard(places, prepared.config.store.run)
     if removed.files:
         logger.warning("run %r made way for %s: %d bytes of its files were removed", removed.run, checkpoint_directory, removed.nbytes)
+
+
+def _limit_device(prepared: Prepared, closers: ExitStack) -> None:
+    """Hold torch's allocator to the HBM budget. A budget of 0 only says that nothing rests there."""
+    plan, budget = prepared.plan, prepared.plan.limits[Tier.HBM]
+    if budget:
+        limit = DeviceLimit(prepared.device, budget, plan.held_bytes(Tier.HBM) - plan.working_bytes(Tier.HBM, ACTIVATIONS))
+        closers.callback(limit.close)
 
 
 def _open_run(prepared: Prepared, closers: ExitStack) -> Kept:

@@ -191,10 +191,13 @@ def plan_units(
     placement = config.placement
     if hardware.device.type == "cpu" and config.budgets.hbm not in ("auto", 0):
         logger.warning("budgets.hbm = %s has no effect: the model computes on the cpu", format_bytes(int(config.budgets.hbm)))
+    if config.budgets.activations not in ("auto", 0) and (hardware.device.type == "cpu" or config.budgets.hbm == 0):
+        logger.warning("budgets.activations has no effect: it is a part of budgets.hbm, which is 0")
     kept = _published_chunk_numel(config, paths) if goes_on else None
     wish = Wish(
         hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
         cpu_limit=None if config.budgets.cpu == "auto" else int(config.budgets.cpu),
+        activation_bytes=None if config.budgets.activations == "auto" else int(config.budgets.activations),
         param=_tier(placement.param),
         grad=_tier(placement.grad),
         optimizer=_tier(placement.optimizer),

@@ -17,7 +17,12 @@ class Budgets(Section):
     """Bytes one process may hold in a tier: state at rest, staging, pinned buffers, live units and gradients."""
 
     hbm: AutoBytes = "auto"
-    """GPU memory, activations included, in bytes. "auto": half of what is free. 0: nothing rests there. Without a GPU it is 0."""
+    """GPU memory, activations included, in bytes. "auto": all that is free. 0: nothing rests there, and training takes what it needs.
+    Without a GPU it is 0."""
+
+    activations: AutoBytes = "auto"
+    """Of `hbm`, what states leave to activations, in bytes. "auto": a quarter of hbm, half where hbm is "auto". Too little ends in
+    torch.OutOfMemoryError, too much in more bytes moved per step."""
 
     cpu: AutoBytes = "auto"
     """CPU memory in bytes. "auto": four fifths of what is available. Less means more bytes from and to NVMe in each step;

@@ -37,7 +37,7 @@ def _lines(config: Config) -> Iterator[str]:
 
 def _key_lines(name: str, field: FieldInfo, value: Any) -> Iterator[str]:
     yield from ("", *_comment(field.description or ""))
-    shown = name.endswith("_size") or name in ("hbm", "cpu")  # sizes read as text
+    shown = name.endswith("_size") or name in ("hbm", "activations", "cpu")  # sizes read as text
     text = _size(value) if shown and isinstance(value, int) else _toml(value)
     yield f"# {name} = (unset)" if value is None else f"{name} = {text}"
 

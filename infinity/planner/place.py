@@ -23,6 +23,8 @@ class Wish:
 
     hbm_limit: int | None
     cpu_limit: int | None
+    activation_bytes: int | None = None
+    """Of the HBM limit, what nothing rests in."""
     param: Tier | None = None
     grad: Tier | None = None
     optimizer: Tier | None = None

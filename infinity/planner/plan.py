@@ -11,7 +11,7 @@ import torch
 from infinity.errors import CapacityError
 from infinity.kinds import OPTIMIZER_STATES, Group, Lane, Tier
 from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, pieces, place, specs_of
-from infinity.planner.working import Job, Working, staging, working
+from infinity.planner.working import ACTIVATIONS, Job, Working, staging, working
 from infinity.sharding.layout import CHUNK_GRANULE, UnitLayout
 from infinity.sizes import SECTOR_BYTES, align_up, format_bytes, format_rate
 from infinity.storage.chunks import ChunkSpec
@@ -57,7 +57,7 @@ class Plan:
         return sum(item.nbytes for item in self.working if item.tier is tier and name in (None, item.name))
 
     def held_bytes(self, tier: Tier) -> int:
-        """The most that the engine ever holds in a tier, gathering apart."""
+        """The most that is ever held in a tier, activations included, gathering apart."""
         return self.resting(tier) + self.working_bytes(tier)
 
     def spare_bytes(self, tier: Tier) -> int:
@@ -111,27 +111,49 @@ def make_plan(
     """Place every chunk: HBM first, then CPU, and only what does not fit on NVMe.
 
     `around`: indices of the units that stay live beside others (see Job). A limit of 0 lets nothing rest in a tier, and training take
-    there what it needs. Raises CapacityError with the smallest budget that works when what has to be there does not fit.
+    there what it needs. Raises CapacityError with the smallest budget that works when what has to be there does not fit. HBM also holds activations.
     """
-    hbm_limit = (hbm_free // 2 if wish.hbm_limit is None else wish.hbm_limit) if device.type == "cuda" else 0
+    hbm_limit = (hbm_free if wish.hbm_limit is None else wish.hbm_limit) if device.type == "cuda" else 0
     cpu_limit = cpu_available * 4 // 5 if wish.cpu_limit is None else wish.cpu_limit
-    limits = {Tier.HBM: hbm_limit, Tier.CPU: cpu_limit}
+    activations = _activations(wish, hbm_limit)
+    limits = {Tier.HBM: hbm_limit - activations.nbytes, Tier.CPU: cpu_limit}
     job = Job(layouts=layouts, around=around, wish=wish, device=device)
     settled = (None if wish.is_cut else _settle_whole(job, limits)) or _settle(job, _chunk_numel(job, limits), limits)
     if settled is None:
-        raise _too_small(job, limits)
+        raise _too_small(job, limits, activations)
     specs = specs_of(settled.chunks, settled.placement, wish.accumulates)
     return Plan(
         device=device,
         chunk_numel=settled.chunk_numel,
         specs=specs,
-        working=(*settled.items, *_rounding(job, settled)),
-        limits=limits,
+        working=(*settled.items, *_rounding(job, settled), *([activations] if activations.nbytes else [])),
+        limits={**limits, Tier.HBM: hbm_limit},
         traffic=_traffic(specs, device),
         rates=rates,
         num_params=sum(slot.numel for layout in layouts for flat in layout.flats for slot in flat.slots),
         prefetch_units=wish.prefetch_units,
     )
+
+
+def _activation_share(wish: Wish) -> int:
+    """One in how many bytes is for activations where nobody says: a quarter of a budget that somebody set, half of free memory."""
+    return 2 if wish.hbm_limit is None else 4
+
+
+def _activations(wish: Wish, hbm_limit: int) -> Working:
+    """What the states leave to them."""
+    part = hbm_limit // _activation_share(wish) if wish.activation_bytes is None else wish.activation_bytes
+    if 0 < hbm_limit <= part:
+        raise CapacityError(
+            f"budgets.activations = {format_bytes(part)} leaves nothing of budgets.hbm = {format_bytes(hbm_limit)} to the engine. Lower it, or raise "
+            "budgets.hbm"
+        )
+    return Working(name=ACTIVATIONS, tier=Tier.HBM, nbytes=part if hbm_limit else 0)
+
+
+def _activations_beside(wish: Wish, nbytes: int) -> int:
+    """What goes to them of the smallest budget that leaves `nbytes` to the engine."""
+    return -(-nbytes // (_activation_share(wish) - 1)) if wish.activation_bytes is None else wish.activation_bytes
 
 
 class _Settled(NamedTuple):
@@ -246,7 +268,7 @@ def _most(job: Job) -> _Settled:
     return _Settled(_longest(job.layouts), chunks, placement, working(job, chunks, placement))
 
 
-def _too_small(job: Job, limits: Mapping[Tier, int]) -> CapacityError:
+def _too_small(job: Job, limits: Mapping[Tier, int], activations: Working) -> CapacityError:
     """Which budget is below its minimum, and what that is made of."""
     numel = align_up(min(job.wish.chunk_numel, _longest(job.layouts)), CHUNK_GRANULE)
     numel = numel if job.wish.is_cut else min(_FEWEST_ELEMENTS, numel)
@@ -259,8 +281,13 @@ def _too_small(job: Job, limits: Mapping[Tier, int]) -> CapacityError:
     parts = pinned + [f"{item.name} {format_bytes(item.nbytes)}" for item in settled.items if item.tier is tier]
     if tier is Tier.HBM and job.compute is not Tier.HBM:
         return CapacityError(f"{', '.join(pinned)}: device is {job.device}, which has no HBM. Use cpu or nvme, or run on a GPU")
+    limit = limits[tier]
+    if tier is Tier.HBM:
+        part = _activations_beside(job.wish, needed)
+        parts.append(f"{activations.name} {format_bytes(part)}")
+        limit, needed = limit + activations.nbytes, needed + part
     return CapacityError(
-        f"budgets.{tier} = {format_bytes(limits[tier])} is below the minimum of {needed} bytes ({format_bytes(needed)}) for this model: "
+        f"budgets.{tier} = {format_bytes(limit)} is below the minimum of {needed} bytes ({format_bytes(needed)}) for this model: "
         f"{', '.join(parts)}. Raise budgets.{tier}, lower prefetch.units, or name smaller units in units.classes."
     )
 

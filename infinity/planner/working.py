@@ -21,6 +21,7 @@ STAGING = 4
 
 ON_THEIR_WAY = "gradients on their way"
 LIVE = "live units"
+ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

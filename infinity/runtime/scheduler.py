@@ -251,7 +251,8 @@ class Scheduler:
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, InfinityError):
             cause = error
-            error = MoverError(f"a mover thread died: {type(cause).__name__}: {cause}")
+            is_full = isinstance(cause, torch.OutOfMemoryError)
+            error = CapacityError(f"HBM is full: {cause}") if is_full else MoverError(f"a mover thread died: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
         with self._changed:
             self._error = error

@@ -70,6 +70,6 @@ def test_what_is_written_is_read_back(tmp_path_factory, cpu, paths, block, lr, n
 
 
 def test_sizes_are_written_as_people_write_them():
-    written = tomllib.loads(write_commented(load_config({"budgets": {"cpu": "3GiB", "hbm": 0}})))
-    assert written["budgets"] == {"hbm": 0, "cpu": "3GiB"}
+    written = tomllib.loads(write_commented(load_config({"budgets": {"cpu": "3GiB", "hbm": 0, "activations": "1GiB"}})))
+    assert written["budgets"] == {"hbm": 0, "activations": "1GiB", "cpu": "3GiB"}
     assert written["nvme"]["block_size"] == "1MiB"

@@ -35,10 +35,14 @@ def plan(
     prefetch: int = 2,
     accumulates: bool = False,
     around: tuple[int, ...] = (),
+    activations: int | None = None,
+    hbm_free: int = 0,
     **tiers: Tier,
 ) -> Plan:
-    wish = Wish(hbm_limit=hbm, cpu_limit=cpu, chunk_numel=chunk, prefetch_units=prefetch, accumulates=accumulates, **tiers)
-    return make_plan(layouts, wish, device, hbm_free=0 if hbm is None else 2 * hbm, cpu_available=8 * GiB, rates=Rates(), around=around)
+    wish = Wish(
+        hbm_limit=hbm, cpu_limit=cpu, activation_bytes=activations, chunk_numel=chunk, prefetch_units=prefetch, accumulates=accumulates, **tiers
+    )
+    return make_plan(layouts, wish, device, hbm_free=hbm_free, cpu_available=8 * GiB, rates=Rates(), around=around)
 
 
 def tiers_of(made: Plan, group: Group) -> list[Tier]:
@@ -189,6 +193,35 @@ def test_on_a_gpu_both_budgets_hold_or_the_one_that_does_not_is_named(units, hbm
             limits[Tier(found[1])] = int(found[2])
     for tier, limit in limits.items():
         assert made.held_bytes(tier) <= limit or (limit == 0 and not made.resting(tier))
+
+
+@pytest.mark.parametrize(
+    ("hbm", "activations", "left"),
+    [(64 * MiB, None, 16 * MiB), (64 * MiB, 40 * MiB, 40 * MiB), (64 * MiB, 0, 0), (None, None, 32 * MiB), (None, 8 * MiB, 8 * MiB)],
+)
+def test_states_leave_to_activations_what_is_theirs(hbm, activations, left):
+    """A quarter of a budget that somebody set, half of free memory, or what somebody wished."""
+    chunk = 1 << 16
+    made = plan(model(*[1 << 20] * 16), 512 * MiB, hbm=hbm, activations=activations, hbm_free=64 * MiB, device=CUDA, chunk=chunk)
+    assert made.working_bytes(Tier.HBM, "activations") == left
+    free = made.limits[Tier.HBM] - made.held_bytes(Tier.HBM)
+    assert made.limits[Tier.HBM] == 64 * MiB and 0 <= free < 12 * chunk, "the rest is full, but for less than a chunk of states"
+
+
+@pytest.mark.parametrize("activations", [None, 0, 5 * MiB])
+def test_the_smallest_hbm_budget_counts_activations(activations):
+    layouts, options = model(1 << 20, 1 << 20), {"activations": activations, "device": CUDA}
+    with pytest.raises(CapacityError, match="activations") as told:
+        plan(layouts, 64 * MiB, hbm=6 * MiB, **options)
+    least = int(re.search(r"minimum of (\d+) bytes", str(told.value))[1])
+    assert least - 1 <= plan(layouts, 64 * MiB, hbm=least, **options).held_bytes(Tier.HBM) <= least
+    with pytest.raises(CapacityError, match=f"minimum of {least} bytes"):
+        plan(layouts, 64 * MiB, hbm=least - 4, **options)
+
+
+def test_activations_that_leave_nothing_are_refused_by_name():
+    with pytest.raises(CapacityError, match=r"budgets.activations = 8.00 MiB leaves nothing of budgets.hbm = 8.00 MiB"):
+        plan(model(1 << 20), 64 * MiB, hbm=8 * MiB, activations=8 * MiB, device=CUDA)
 
 
 def test_states_in_hbm_keep_their_gradients_beside_them():
