@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from infinity.runtime.storage_ref import StorageRef
+
+_FEWEST_TO_SWEEP = 256
 
 
 @dataclass(slots=True)
 class _Blank:
     """A storage with elements that nobody has filled."""
 
-    storage: weakref.ref[torch.UntypedStorage]
+    storage: StorageRef
     nbytes: int
     filled: torch.Tensor | None = None
     """bool, one per `itemsize` bytes of the storage; None: nothing is filled yet."""
@@ -29,13 +32,16 @@ class FillMap:
     def __init__(self, blank_flags: Callable[[int], torch.Tensor]) -> None:
         self._blank_flags = blank_flags
         self._blanks: dict[int, _Blank] = {}
+        """By the address of the storage's C++ object, which a reference keeps from being used again."""
+        self._sweep_at = _FEWEST_TO_SWEEP
 
     def blank(self, tensor: torch.Tensor) -> None:
         """The whole storage of `tensor` is uninitialised memory."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            address = storage._cdata
-            self._blanks[address] = _Blank(weakref.ref(storage, lambda _: self._forget(address)), storage.nbytes())
+            self._blanks[storage._cdata] = _Blank(StorageRef(storage), storage.nbytes())
+            if len(self._blanks) >= self._sweep_at:
+                self._sweep()
 
     def write(self, tensor: torch.Tensor, filled: bool) -> None:
         """The elements of `tensor` were overwritten, with proper values or with unfilled ones."""
@@ -63,9 +69,12 @@ class FillMap:
     def _find(self, tensor: torch.Tensor) -> _Blank | None:
         if not self._blanks:
             return None
-        storage = tensor.untyped_storage()
-        blank = self._blanks.get(storage._cdata)
-        return blank if blank is not None and blank.storage() is storage else None
+        return self._blanks.get(tensor.untyped_storage()._cdata)
+
+    def _sweep(self) -> None:
+        """Forget storages that are dead, each time that there are twice as many as there were alive."""
+        self._blanks = {address: blank for address, blank in self._blanks.items() if not blank.storage.is_dead()}
+        self._sweep_at = max(_FEWEST_TO_SWEEP, 2 * len(self._blanks))
 
     def _forget(self, address: int) -> None:
         self._blanks.pop(address, None)
@@ -74,6 +83,7 @@ class FillMap:
         """The flags of the elements of `tensor`, as a view [*tensor.shape, flags per element]."""
         itemsize = tensor.element_size()
         if blank.filled is None:
+            self._sweep()  # flags are large, those of the dead can go
             blank.filled, blank.itemsize = self._blank_flags(-(-blank.nbytes // itemsize)), itemsize
         if itemsize % blank.itemsize:
             blank.filled, blank.itemsize = blank.filled.repeat_interleave(blank.itemsize), 1

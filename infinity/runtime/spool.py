@@ -7,13 +7,13 @@ import errno
 import os
 import shutil
 import tempfile
-import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from infinity.errors import ConfigError, StorageError
+from infinity.runtime.storage_ref import StorageRef
 from infinity.sizes import MiB, format_bytes
 
 WINDOW_BYTES = 256 * MiB
@@ -47,8 +47,9 @@ class Spool:
             raise ConfigError(f"spool directory {directory!r} is not writable by this user: change its mode, or choose another path")
         self.window_bytes = window_bytes
         self._directory = directory
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._recent: dict[_Run, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: dict[int, StorageRef] = {}
+        """By address."""
+        self._recent: dict[_Run, StorageRef] = {}
         self._recent_bytes = 0
         self._writer: ThreadPoolExecutor | None = None
         self._writing: deque[tuple[int, Future[None]]] = deque()
@@ -59,11 +60,13 @@ class Spool:
         span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         storage = self._map(span * dtype.itemsize)
         address = storage.data_ptr()
-        self._storages[address] = weakref.ref(storage, lambda _: self._forget(address))
+        self._forget(address)
+        self._storages[address] = StorageRef(storage)
         return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._storages
+        reference = self._storages.get(tensor.untyped_storage().data_ptr())
+        return reference is not None and not reference.is_dead()
 
     def visited(self, tensor: torch.Tensor) -> None:
         """Some tensor was just read. Where it lives here, that counts as touched."""
@@ -77,7 +80,7 @@ class Spool:
         stop = start + tensor.numel() * tensor.element_size() if tensor.is_contiguous() else storage.nbytes()
         run = (storage.data_ptr(), start, stop)
         self._drop(run)
-        self._recent[run] = weakref.ref(storage)
+        self._recent[run] = StorageRef(storage)
         self._recent_bytes += stop - start
         while self._recent_bytes > self.window_bytes // 2:
             self._write_out(next(iter(self._recent)))
@@ -108,7 +111,7 @@ class Spool:
             os.close(descriptor)
 
     def _forget(self, address: int) -> None:
-        self._storages.pop(address, None)
+        """A storage that was here has died, and another takes its address."""
         for run in [run for run in list(self._recent) if run[0] == address]:
             self._drop(run)
 
@@ -118,7 +121,7 @@ class Spool:
 
     def _write_out(self, run: _Run) -> None:
         reference = self._recent.get(run)
-        storage = reference() if reference is not None else None  # held, so that the mapping outlives the writing
+        storage = reference() if reference is not None else None  # so that the mapping outlives the writing
         self._drop(run)
         if storage is None:
             return
