@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--peak-file", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.toy:
-        args.layers, args.width, args.heads, args.limit, args.cpu = 8, 256, 2, 1.0, "40MiB"
+        args.layers, args.width, args.heads, args.limit, args.cpu = 8, 256, 2, 1.0, "32MiB"
     if args.child:
         child(args)
         return

@@ -56,10 +56,9 @@ class Piece:
         return len(self.interval)
 
     def head(self, numel: int) -> Piece:
-        """Its first elements, at most `numel`."""
-        taken = min(numel, self.numel)
-        interval = Interval(self.interval.start, self.interval.start + taken)
-        return Piece(self.key, self.layout, self.flat, interval, self.nbytes // self.numel * taken)
+        """The first chunk of at most `numel` elements, where this is a whole flat buffer."""
+        interval = self.flat.chunk(0, numel)
+        return Piece(self.key, self.layout, self.flat, interval, self.nbytes // self.numel * len(interval))
 
 
 def pieces(layouts: Sequence[UnitLayout], chunk_numel: int, accumulates: bool) -> list[Piece]:

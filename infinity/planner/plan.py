@@ -11,13 +11,13 @@ import torch
 from infinity.errors import CapacityError
 from infinity.kinds import OPTIMIZER_STATES, Group, Lane, Tier
 from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, pieces, place, specs_of
-from infinity.planner.working import ACTIVATIONS, Job, Working, staging, working
+from infinity.planner.working import ACTIVATIONS, Job, Working, working
 from infinity.sharding.layout import CHUNK_GRANULE, UnitLayout
 from infinity.sizes import SECTOR_BYTES, align_up, format_bytes, format_rate
 from infinity.storage.chunks import ChunkSpec
 from infinity.storage.slabs import PAGE_BYTES, slab_bytes
 
-_FEWEST_ELEMENTS = 64 * CHUNK_GRANULE
+_FEWEST_ELEMENTS = 16 * CHUNK_GRANULE
 """Smaller chunks are not worth their requests, however small the budget."""
 
 
@@ -163,8 +163,6 @@ class _Settled(NamedTuple):
     chunks: Sequence[Piece]
     placement: Placement
     items: Sequence[Working]
-    staged_bytes: int = 0
-    """Of these, in CPU memory, what grows with the chunks."""
 
     def at_rest(self, tier: Tier) -> list[Piece]:
         return [piece for piece in self.chunks if self.placement[piece.key] is tier]
@@ -241,24 +239,29 @@ def _longest(layouts: Sequence[UnitLayout]) -> int:
 
 
 def _chunk_numel(job: Job, limits: Mapping[Tier, int]) -> int:
-    """The wished chunk, halved until its staging leaves room for the rest, and takes a quarter of the cpu budget at most where states may rest."""
-    share = limits[Tier.CPU] // (1 if all(job.wish.tier(group) is Tier.NVME for group in Group) else 4)
+    """The wished chunk, halved until its staging takes at most a quarter of the cpu budget and leaves room for the rest.
+
+    What is left over then is not lost where nothing rests: modules are gathered in it, and the run, whose chunks stay as they are, goes
+    on with a smaller budget or with gradients that are added up.
+    """
     numel = align_up(min(job.wish.chunk_numel, _longest(job.layouts)), CHUNK_GRANULE)
     while numel > _FEWEST_ELEMENTS and not job.wish.is_cut:
         least = _least(job, numel)
-        if least.staged_bytes <= share and not any(_over(job, least, tier, limit) for tier, limit in limits.items()):
+        staged = sum(item.nbytes for item in least.items if item.tier is Tier.CPU and item.is_staging)
+        if staged <= limits[Tier.CPU] // 4 and not any(_over(job, least, tier, limit) for tier, limit in limits.items()):
             break
         numel = max(_FEWEST_ELEMENTS, align_up(numel // 2, CHUNK_GRANULE))
     return numel
 
 
 def _least(job: Job, chunk_numel: int) -> _Settled:
-    """Nothing rests in memory but what is pinned there. The first chunk of a flat buffer is as long as any, so it stands for all."""
+    """Nothing rests in memory but what is pinned there. For its bytes only: flat buffers stand whole for their chunks.
+
+    What is held beside them depends on the largest chunk, and the first of a flat buffer is as large as any.
+    """
     wholes = pieces(job.layouts, _longest(job.layouts), job.wish.accumulates)
     placement = place(wholes, job.wish, dict.fromkeys((Tier.HBM, Tier.CPU), 0))
-    heads = [piece.head(chunk_numel) for piece in wholes]
-    items = working(job, heads, placement)
-    return _Settled(chunk_numel, wholes, placement, items, sum(item.nbytes for item in staging(job, heads, placement) if item.tier is Tier.CPU))
+    return _Settled(chunk_numel, wholes, placement, working(job, [piece.head(chunk_numel) for piece in wholes], placement))
 
 
 def _most(job: Job) -> _Settled:
@@ -286,9 +289,14 @@ def _too_small(job: Job, limits: Mapping[Tier, int], activations: Working) -> Ca
         part = _activations_beside(job.wish, needed)
         parts.append(f"{activations.name} {format_bytes(part)}")
         limit, needed = limit + activations.nbytes, needed + part
+    kept = (
+        f" The run on these paths has chunks of {numel} elements, which it keeps: to change them, save a checkpoint and start from it"
+        if job.wish.is_cut
+        else ""
+    )
     return CapacityError(
         f"budgets.{tier} = {format_bytes(limit)} is below the minimum of {needed} bytes ({format_bytes(needed)}) for this model: "
-        f"{', '.join(parts)}. Raise budgets.{tier}, lower prefetch.units, or name smaller units in units.classes."
+        f"{', '.join(parts)}. Raise budgets.{tier}, lower prefetch.units, or name smaller units in units.classes.{kept}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +31,8 @@ class Working:
     name: str
     tier: Tier
     nbytes: int
+    is_staging: bool = False
+    """It grows with the size of a chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +57,8 @@ class Job:
 
 def working(job: Job, chunks: Sequence[Piece], placement: Placement) -> list[Working]:
     """Everything held beside what rests, once `chunks` rest where `placement` says."""
-    return [item for item in (*_units(job, chunks, placement), *_gradients(job), *staging(job, chunks, placement)) if item.nbytes]
-
-
-def staging(job: Job, chunks: Sequence[Piece], placement: Placement) -> list[Working]:
-    """Of these, what grows with the size of a chunk."""
-    return [*_rings(job, chunks, placement), *_windows(job, chunks, placement)]
+    staging = (replace(item, is_staging=True) for item in (*_rings(job, chunks, placement), *_windows(job, chunks, placement)))
+    return [item for item in (*_units(job, chunks, placement), *_gradients(job), *staging) if item.nbytes]
 
 
 def _units(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:

@@ -79,9 +79,17 @@ class FlatLayout:
 
     def chunks(self, chunk_numel: int) -> tuple[Interval, ...]:
         """The shard cut into pieces of at most `chunk_numel` elements, relative to the shard's start."""
+        step = self._chunk_step(chunk_numel)
+        return tuple(self.chunk(index, chunk_numel) for index in range(-(-self.shard_numel // step)))
+
+    def chunk(self, index: int, chunk_numel: int) -> Interval:
+        """One of them."""
+        step = self._chunk_step(chunk_numel)
+        return Interval(index * step, min((index + 1) * step, self.shard_numel))
+
+    def _chunk_step(self, chunk_numel: int) -> int:
         granule = max(CHUNK_GRANULE, SECTOR_BYTES // self.dtype.itemsize)
-        step = max(granule, chunk_numel // granule * granule)
-        return tuple(Interval(start, min(start + step, self.shard_numel)) for start in range(0, self.shard_numel, step))
+        return max(granule, chunk_numel // granule * granule)
 
     def pieces(self, interval: Interval) -> Iterator[tuple[int, Interval]]:
         """(slot index, where that slot lies inside `interval`, relative to its start) for each slot that meets it."""

@@ -37,11 +37,11 @@ def plan(
     around: tuple[int, ...] = (),
     activations: int | None = None,
     hbm_free: int = 0,
+    is_cut: bool = False,
     **tiers: Tier,
 ) -> Plan:
-    wish = Wish(
-        hbm_limit=hbm, cpu_limit=cpu, activation_bytes=activations, chunk_numel=chunk, prefetch_units=prefetch, accumulates=accumulates, **tiers
-    )
+    limits = {"hbm_limit": hbm, "cpu_limit": cpu, "activation_bytes": activations}
+    wish = Wish(**limits, chunk_numel=chunk, is_cut=is_cut, prefetch_units=prefetch, accumulates=accumulates, **tiers)
     return make_plan(layouts, wish, device, hbm_free=hbm_free, cpu_available=8 * GiB, rates=Rates(), around=around)
 
 
@@ -75,7 +75,7 @@ places = st.sampled_from([None, Tier.CPU, Tier.NVME])
 @given(units=sizes, limit=st.integers(256 * KiB, 48 * MiB), prefetch=st.integers(0, 3), accumulates=st.booleans(), root=st.booleans(),
        param=places, grad=places, optimizer=places, dtype=st.sampled_from([torch.float32, torch.bfloat16]))  # fmt: skip
 def test_a_plan_stays_inside_its_budget_or_names_one_that_works(units, limit, prefetch, accumulates, root, param, grad, optimizer, dtype):
-    options = {"prefetch": prefetch, "accumulates": accumulates, "param": param, "grad": grad, "optimizer": optimizer}
+    options = {"chunk": 1 << 20, "prefetch": prefetch, "accumulates": accumulates, "param": param, "grad": grad, "optimizer": optimizer}
     layouts, around = model(*units, dtype=dtype), (len(units) - 1,) if root else ()
     try:
         made = plan(layouts, limit, around=around, **options)
@@ -93,11 +93,11 @@ def test_a_plan_stays_inside_its_budget_or_names_one_that_works(units, limit, pr
 @given(units=sizes, prefetch=st.integers(0, 3))
 def test_the_minimum_of_a_pinned_placement_is_the_smallest_that_works(units, prefetch):
     with pytest.raises(CapacityError) as caught:
-        plan(model(*units), 1, prefetch=prefetch, **PINNED)
+        plan(model(*units), 1, prefetch=prefetch, chunk=1 << 20, **PINNED)
     named = int(re.search(r"minimum of (\d+) bytes", str(caught.value))[1])
-    assert plan(model(*units), named, prefetch=prefetch, **PINNED).held_bytes(Tier.CPU) == named
+    assert plan(model(*units), named, prefetch=prefetch, chunk=1 << 20, **PINNED).held_bytes(Tier.CPU) == named
     with pytest.raises(CapacityError, match=f"minimum of {named} bytes"):
-        plan(model(*units), named - 1, prefetch=prefetch, **PINNED)
+        plan(model(*units), named - 1, prefetch=prefetch, chunk=1 << 20, **PINNED)
 
 
 def test_the_error_names_the_parts_and_the_ways_out():
@@ -119,7 +119,7 @@ def test_what_is_pinned_to_memory_gets_its_place_before_what_is_not():
 def test_a_budget_of_zero_lets_nothing_rest_and_stages_as_little_as_it_can():
     made = plan(model(*[300_000] * 4), 0, chunk=1 << 20)
     assert {spec.tier for spec in made.specs} == {Tier.NVME}
-    assert made.chunk_numel == 131_072 and 0 < made.held_bytes(Tier.CPU) < 20 * MiB
+    assert made.chunk_numel == 32_768 and 0 < made.held_bytes(Tier.CPU) < 20 * MiB
     smallest = plan(model(*[300_000] * 4), made.held_bytes(Tier.CPU), chunk=1 << 20, **PINNED)
     assert smallest.held_bytes(Tier.CPU) == made.held_bytes(Tier.CPU)
     with pytest.raises(CapacityError, match=r'placement.param = "cpu"'):
@@ -130,7 +130,7 @@ def test_chunks_shrink_with_the_budget_but_not_below_what_a_request_is_worth():
     layouts = model(*[1 << 22] * 3)
     chunks = [plan(layouts, limit, chunk=1 << 22, **PINNED).chunk_numel for limit in (2 * GiB, 600 * MiB, 300 * MiB, 150 * MiB)]
     assert chunks == sorted(chunks, reverse=True) and chunks[0] == 1 << 22 and chunks[-1] < 1 << 20
-    assert plan(layouts, 0, chunk=1 << 22).chunk_numel == 131_072
+    assert plan(layouts, 0, chunk=1 << 22).chunk_numel == 32_768
 
 
 def test_units_around_others_are_counted_on_top_of_those_that_take_turns():
@@ -162,6 +162,22 @@ def test_bytes_per_parameter_and_step(groups):
     assert made.traffic[Lane.NVME_WRITE] == written * made.num_params
 
 
+def test_where_nothing_rests_most_of_the_budget_is_left_for_gathering_and_for_other_settings():
+    """A run keeps its chunks, so they must not be so large that it could only go on as it began."""
+    layouts = model(*[1 << 20] * 8, dtype=torch.bfloat16)
+    for limit in (48 * MiB, 82 * MiB, 256 * MiB):
+        made = plan(layouts, limit, chunk=1 << 22, **PINNED)
+        assert made.spare_bytes(Tier.CPU) > limit // 4
+        for other in ({"accumulates": True}, {"prefetch": 4}):
+            plan(layouts, limit, chunk=made.chunk_numel, is_cut=True, **PINNED, **other)
+        plan(layouts, limit * 3 // 4, chunk=made.chunk_numel, is_cut=True, **PINNED)
+
+
+def test_a_run_that_cannot_go_on_with_its_chunks_is_told_that_it_has_them():
+    with pytest.raises(CapacityError, match="has chunks of 1048576 elements, which it keeps: .* save a checkpoint"):
+        plan(model(1 << 20, 1 << 20), 16 * MiB, chunk=1 << 20, is_cut=True, **PINNED)
+
+
 def test_what_is_frozen_is_read_and_never_written():
     made = plan(model(8 * 65_536, frozen=True, dtype=torch.bfloat16), 64 * MiB, **PINNED)
     assert {spec.key.group for spec in made.specs} == {Group.PARAM}
@@ -182,7 +198,7 @@ def test_on_a_gpu_everything_that_fits_rests_in_hbm_in_whole_flat_buffers():
 
 @given(units=sizes, hbm=st.integers(0, 32 * MiB), cpu=st.integers(0, 64 * MiB), prefetch=st.integers(0, 3), accumulates=st.booleans())
 def test_on_a_gpu_both_budgets_hold_or_the_one_that_does_not_is_named(units, hbm, cpu, prefetch, accumulates):
-    limits, options = {Tier.HBM: hbm, Tier.CPU: cpu}, {"device": CUDA, "prefetch": prefetch, "accumulates": accumulates}
+    limits, options = {Tier.HBM: hbm, Tier.CPU: cpu}, {"device": CUDA, "chunk": 1 << 20, "prefetch": prefetch, "accumulates": accumulates}
     for _ in range(3):  # at most one correction per tier
         try:
             made = plan(model(*units, dtype=torch.bfloat16), limits[Tier.CPU], hbm=limits[Tier.HBM], **options)
