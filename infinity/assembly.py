@@ -258,6 +258,7 @@ def _make_scheduler(prepared: Prepared, kept: Kept, update: Update, closers: Exi
 def _attach(prepared: Prepared, update: Update, scheduler: Scheduler, closers: ExitStack) -> Hooks:
     """Hooks on the model: from here on its parameters come and go."""
     hooks = Hooks(prepared.model, prepared.units, scheduler, device=prepared.device, gather_limit_bytes=prepared.plan.spare_bytes(Tier.CPU))
+    closers.callback(hooks.close)
     if prepared.device.type != "cpu":
         closers.callback(move_arguments(prepared.model, prepared.device).remove)
     update.optimizer.on_update = scheduler.invalidate

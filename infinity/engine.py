@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -19,6 +18,7 @@ from infinity.assembly import Parts, assemble
 from infinity.config import load_config
 from infinity.config.load import Source
 from infinity.errors import ClosedError
+from infinity.home import Home
 from infinity.optim.optimizer import TieredAdamW
 from infinity.planner.plan import Plan
 from infinity.preparation import Model, ParamGroups, preview
@@ -65,8 +65,9 @@ class Engine:
         self._parts = parts
         self._state = RunState(parts.model, parts.optimizer, parts.loss_scale, parts.device)
         self._closed = False
-        self._process = os.getpid()
-        self._reminder = weakref.finalize(self, _remind, parts.config.store.run, self._process)
+        self._home = Home()
+        self._is_published = bool(parts.config.nvme.paths) and parts.config.store.resume != "never"
+        self._reminder = weakref.finalize(self, _remind, parts.config.store.run, self._home, self._is_published)
         self._taken_before = 0
         parts.optimizer.register_step_pre_hook(self._before_step)
         parts.optimizer.register_step_post_hook(self._after_step)
@@ -111,6 +112,7 @@ class Engine:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of the coming step by their global norm, as torch.nn.utils.clip_grad_norm_; returns the norm before."""
+        self._check_open()
         return self._parts.optimizer.clip_grad_norm_(max_norm)
 
     def gathered(self, module: nn.Module | None = None) -> AbstractContextManager[Any]:
@@ -192,13 +194,12 @@ class Engine:
         A run is published where it has a path and store.resume is not "never"; `publish=False` leaves it as it is.
         In a forked child nothing happens: the files are the parent's.
         """
-        if self._closed or self._process != os.getpid():
+        if self._closed or not self._home.is_here():
             return
         self._closed = True
         self._reminder.detach()
-        wanted = bool(self._parts.config.nvme.paths) and self._parts.config.store.resume != "never"
         try:
-            if (wanted if publish is None else publish) and self._parts.pipeline.is_sound:
+            if (self._is_published if publish is None else publish) and self._parts.pipeline.is_sound:
                 self._parts.scheduler.invalidate()
                 self._parts.store.publish(self.global_step, self._extra())
         finally:
@@ -250,14 +251,16 @@ class Engine:
         return {name: owners[param] for name, param in every if owners[param] != name}
 
     def _check_open(self) -> None:
+        self._home.check()
         if self._closed:
             raise ClosedError("the engine is closed: call infinity.initialize again")
 
 
-def _remind(run: str, process: int) -> None:
+def _remind(run: str, home: Home, is_published: bool) -> None:
     """The engine is gone, or the interpreter ends, and close() was never called."""
-    if process == os.getpid():
-        logger.warning("the engine of run %r was never closed: its last steps are not published. Use it under `with`, or call close()", run)
+    if home.is_here():
+        lost = ": its last steps are not published" if is_published else ""
+        logger.warning("the engine of run %r was never closed%s. Use it under `with`, or call close()", run, lost)
 
 
 def plan(model: Model, config: Source) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -15,7 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import infinity
-from infinity.errors import CapacityError, TraceError
+from infinity.errors import CapacityError, ClosedError, StorageError, TraceError
+from infinity.kinds import Group
+from infinity.runtime.scheduler import Scheduler
 
 IDS = torch.randint(3, 50, (4, 7), generator=torch.Generator().manual_seed(0))
 
@@ -373,8 +376,12 @@ def test_a_forked_child_cannot_touch_the_run(tmp_path, placement):
     with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path), placement, store={"resume": "auto"})) as engine:
         train(engine.model, engine.optimizer, batches(2))
         before = files_below(tmp_path)
-        uses = [lambda: engine.model(batches(1)[0]), lambda: engine.gathered().__enter__(), engine.model.state_dict]
-        for use in uses:
+
+        def inside():
+            with engine.gathered():
+                in_child(lambda: engine.model(batches(1)[0]))
+
+        def in_child(use):
             child = os.fork()
             if not child:
                 code = 1
@@ -388,6 +395,18 @@ def test_a_forked_child_cannot_touch_the_run(tmp_path, placement):
                     os._exit(code)
             assert os.waitpid(child, 0)[1] == 0
             assert files_below(tmp_path) == before
+
+        in_child(lambda: engine.model(batches(1)[0]))
+        in_child(lambda: engine.gathered().__enter__())
+        in_child(engine.model.state_dict)
+        in_child(lambda: engine.save(tmp_path / "checkpoint"))
+        in_child(engine.detach)
+        inside()
+        engine.model(batches(1)[0]).backward()  # and there are gradients, some still on their way
+        in_child(engine.optimizer.step)
+        in_child(engine.optimizer.zero_grad)
+        in_child(lambda: engine.clip_grad_norm_(1.0))
+        engine.optimizer.zero_grad()
         train(engine.model, engine.optimizer, batches(1))
     with infinity.initialize(tiny_gpt(), settings(tmp_path, placement, store={"resume": "must"})) as engine:
         assert engine.global_step == 3
@@ -399,9 +418,103 @@ def test_an_engine_that_is_never_closed_reminds(tmp_path, caplog):
         with infinity.initialize(tiny_gpt(), config):
             pass
         assert not caplog.records
-        engine = infinity.initialize(tiny_gpt(), config)
-        closers = engine._parts.closers
-        del engine
-        gc.collect()
-    closers.close()
-    assert any("never closed" in record.message for record in caplog.records)
+        for resume, told in (("never", "never closed. Use it"), ("auto", "never closed: its last steps are not published")):
+            caplog.clear()
+            engine = infinity.initialize(tiny_gpt(), {**config, "store": {"resume": resume}})
+            closers = engine._parts.closers
+            del engine
+            gc.collect()
+            closers.close()
+            assert any(told in record.message for record in caplog.records)
+
+
+def fail(store, group):
+    """The store's writes of one group fail from now on."""
+    write_back = store.write_back
+
+    def refuse(key, source):
+        if key.group is group:
+            raise StorageError(errno.EIO, "a file", 0, source.numel())
+        return write_back(key, source)
+
+    store.write_back = refuse
+
+
+def interrupt(engine):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    engine.model.blocks[1].register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        engine.model(batches(1)[0])
+
+
+def fail_a_step(engine):
+    engine.model(batches(1)[0]).backward()
+    fail(engine._parts.store, Group.OPTIMIZER)
+    with pytest.raises(StorageError):
+        engine.optimizer.step()
+
+
+def fail_a_gradient(engine):
+    fail(engine._parts.store, Group.GRAD)
+    with pytest.raises(StorageError):
+        engine.model(batches(1)[0]).backward()
+        engine.optimizer.step()
+
+
+def close_inside_gathered(engine):
+    with pytest.raises(ClosedError, match="closed inside gathered"), engine.gathered():
+        engine.close()
+
+
+@pytest.mark.parametrize("live", [interrupt, fail_a_step, fail_a_gradient, close_inside_gathered], ids=lambda live: live.__name__)
+def test_a_closed_engine_holds_nothing_however_its_life_went(tmp_path, live):
+    engine = infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path)))
+    live(engine)
+    engine.close()
+    gc.collect()
+    assert engine.statistics()["cpu_bytes"] == 0
+    with pytest.raises(ClosedError):
+        engine.model(batches(1)[0])
+
+
+class Lookups(nn.Module):
+    """Each block adds a row of a table of its own, looked up inside the block, which is not its module (value embeddings)."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.after = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x, table, ids):
+            return x + self.after(torch.tanh(self.before(x)) + table(ids))
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(97, 32) for _ in range(3))
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, ids):
+        x = torch.ones(*ids.shape, 32)
+        for block, table in zip(self.blocks, self.tables, strict=True):
+            x = block(x, table, ids)
+        return x.square().mean()
+
+
+def test_a_lookup_inside_a_block_does_not_end_the_blocks_backward(tmp_path, monkeypatch):
+    """Its gradients would go down in two parts, the second with a read and an addition, and the block would be fetched twice."""
+    log = []
+    fetch, reduce = Scheduler.fetch, Scheduler.reduce
+    monkeypatch.setattr(Scheduler, "fetch", lambda self, unit: (log.append(f"fetch {unit.name}"), fetch(self, unit))[1])
+    monkeypatch.setattr(Scheduler, "reduce", lambda self, unit, *rest: (log.append(f"down {unit.name}"), reduce(self, unit, *rest))[1])
+    ids = batches(1)[0]
+    with infinity.initialize(Lookups(), settings(known_rates(tmp_path))) as engine:
+        for _ in range(2):
+            loss = engine.model(ids)
+            log.clear()
+            loss.backward()
+            engine.optimizer.zero_grad()
+    names = [f"{kind}.{index}" for kind in ("blocks", "tables") for index in range(3)]
+    assert sorted(entry for entry in log if entry.startswith("down")) == [f"down {name}" for name in names]
+    assert [entry for entry in log if entry.startswith("fetch")] == ["fetch blocks.2", "fetch blocks.1", "fetch blocks.0"]

@@ -14,6 +14,7 @@ from pathlib import Path
 FLOORS: Mapping[str, int] = {
     "infinity.kinds": 0,
     "infinity.errors": 0,
+    "infinity.home": 0,
     "infinity.sizes": 0,
     "infinity.timeline": 0,
     "infinity._native": 0,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infinity import native
 from infinity.errors import ClosedError, InfinityError, MoverError
+from infinity.home import Home
 from infinity.kinds import Group, Lane, Tier
 from infinity.optim.chunks import Chunk
 from infinity.optim.ring import Ring
@@ -100,6 +101,7 @@ class GradMover:
         self._unfinished = 0
         self._failure: BaseException | None = None
         self._closing = False
+        self._home = Home()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="infinity-grads", daemon=True)
         self._thread.start()
@@ -118,7 +120,8 @@ class GradMover:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what the thread died of."""
+        """Raise what the thread died of. TraceError in a forked child, which has no such thread."""
+        self._home.check()
         if self._failure is not None:
             raise self._failure
         if self._closing:
@@ -126,6 +129,7 @@ class GradMover:
 
     def wait_landed(self) -> None:
         """Until every move pushed so far is added up. Raises what the thread died of, MoverError if nothing moves for the deadline."""
+        self._home.check()
         with self._changed:
             while self._unfinished and self._failure is None:
                 before = self._unfinished
@@ -160,6 +164,7 @@ class GradMover:
         for move in dropped:
             move.landed()
         self._thread.join(self._deadline_s)
+        self._failure = None  # it holds on to the buffers of the frames that it went through
         self._addends.close()
         self._totals.close()
 

@@ -225,6 +225,7 @@ class Grads:
     def close(self) -> None:
         """End the mover's thread; what is under way is finished."""
         self._mover.close()
+        self._guards.clear()
 
     def _forget(self) -> None:
         self._present = {}

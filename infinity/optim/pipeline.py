@@ -170,7 +170,8 @@ class Pipeline:
         """Wait for what is under way. A step that was not finished stays half done."""
         if self._step is not None:
             self._fail(self._step, ClosedError("the optimizer was closed in the middle of a step"))
-        self._failure = self._failure or ClosedError("optimizer.step() after close()")
+        self._failure = ClosedError("optimizer.step() after close()")  # an older one holds on to the buffers of the frames that it went through
+        self._updated.clear()
         self._staging.close()
 
     # One chunk.

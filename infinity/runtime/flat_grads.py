@@ -55,6 +55,10 @@ class FlatGrads:
         trainable = sum(len(flat.slots) for flat in self._unit.layout.flats if flat.trainable)
         return sum(len(filling.present) for filling in self._filling.values()) == trainable
 
+    def drop(self) -> None:
+        """Forget what has arrived."""
+        self._filling.clear()
+
     def hand_down(self) -> None:
         """Pass on what has arrived, zeros elsewhere. What comes later goes into a fresh buffer."""
         while self._filling:

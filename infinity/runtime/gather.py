@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import CapacityError, TraceError
+from infinity.errors import CapacityError, ClosedError, TraceError
 from infinity.runtime.attach import AttachedUnit
 from infinity.runtime.live import LiveUnits
 from infinity.sizes import format_bytes
@@ -18,7 +18,10 @@ from infinity.sizes import format_bytes
 
 @contextmanager
 def gathered(live: LiveUnits, units: Sequence[AttachedUnit], *, write: bool) -> Iterator[None]:
-    """The units' parameters have real values inside; with `write` they are committed at the end, also when the body raised."""
+    """The units' parameters have real values inside; with `write` they are committed at the end, also when the body raised.
+
+    Raises ClosedError at the end when the engine was closed inside.
+    """
     entered: list[AttachedUnit] = []
     try:
         for unit in units:
@@ -34,6 +37,8 @@ def gathered(live: LiveUnits, units: Sequence[AttachedUnit], *, write: bool) -> 
             if unit.flats is not None and unit.users == 0:
                 unit.is_writable = write
                 live.release(unit)
+        if live.is_closed and write:
+            raise ClosedError("the engine was closed inside gathered(): what was changed there is lost. Close it after the block")
 
 
 class StateDicts:

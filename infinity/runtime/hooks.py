@@ -234,8 +234,8 @@ class Hooks:
         self._arm()
         if unit is not None and type(unit.unit.module) not in _LOOKUPS:
             self._live.fetch(unit)
-        elif unit is not None:
-            self._live.release_idle(beside=unit)
+        elif unit is not None:  # nothing is fetched in its place, yet the unit before it is done with, unless this is a lookup within it
+            self._live.release_finished(beside=unit)
 
     def _arm(self) -> None:
         """Have autograd tell when this backward pass is over."""
@@ -264,7 +264,7 @@ class Hooks:
             if grad is not None:
                 unit.grads.arrive(seat, grad.detach())  # with create_graph it has a graph of its own
                 if unit.flats is None and unit.grads.is_full():
-                    unit.grads.hand_down()  # a unit at rest has no release to come
+                    unit.grads.hand_down()  # a unit at rest has no release to come; what comes in parts waits for the end of backward
 
         return arrived
 
@@ -333,6 +333,15 @@ class Hooks:
             self.forget_grads()
 
         return zero_grad
+
+    def close(self) -> None:
+        """The engine ends in the middle of whatever it is: nothing is live any more. The hooks stay, and refuse."""
+        while self._calls:
+            call = self._calls.pop()
+            if call.saved is not None:
+                call.saved.close()
+        self._armed.clear()
+        self._live.close()
 
     def detach(self, device: torch.device | str = "cpu") -> nn.Module:
         """Take every hook off and leave a plain module with real values, parameters and buffers, on `device`. They must fit there."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import TraceError
+from infinity.errors import ClosedError
+from infinity.home import Home
 from infinity.kinds import Lane
 from infinity.runtime.attach import AttachedUnit
 from infinity.runtime.parameter import Seat, WakeUp
@@ -42,7 +42,8 @@ class LiveUnits:
         self.storages = LiveStorages()
         self._live: dict[AttachedUnit, None] = {}
         self._timeline = timeline
-        self._process = os.getpid()
+        self._home = Home()
+        self.is_closed = False
         self._owners = {param: unit for unit in self.units for param in unit.unit.params}
         self._link_parents()
 
@@ -60,12 +61,14 @@ class LiveUnits:
 
     def fetch(self, unit: AttachedUnit) -> list[Tensor]:
         """Make a unit live; in return release those that nobody needs any more. Raises TraceError when requires_grad was changed."""
+        self._home.check()
+        if self.is_closed:
+            raise ClosedError("the engine is closed: call infinity.initialize again")
         if unit.flats is not None and unit.is_outdated():  # left over from a call that was interrupted
             self.release(unit)
         if unit.flats is None:
             self.release_idle(beside=unit)
             unit.check_trainable()
-            self._check_process()
             with plain_tensors():
                 unit.rise(self.residency.fetch(unit.unit))
             self._live[unit] = None
@@ -75,20 +78,22 @@ class LiveUnits:
         assert unit.flats is not None
         return unit.flats
 
-    def _check_process(self) -> None:
-        """Memory for direct I/O is not there after fork(): to touch it is to crash."""
-        if self._process != os.getpid():
-            raise TraceError(
-                f"the model was called in process {os.getpid()}, forked from {self._process}, where its values and threads have stayed. "
-                "Use it in the process that called infinity.initialize; data loader workers may do anything else"
-            )
+    def release_finished(self, beside: AttachedUnit) -> None:
+        """Release what `release_idle` would, but for units whose backward is not over: some of their gradients have not arrived."""
+        for unit in self._idle(beside):
+            if unit.grads.is_full():
+                self.release(unit)
 
     def release_idle(self, beside: AttachedUnit | None = None) -> None:
         """Release what no call in progress needs; `beside` a unit that comes, all but the root, the units around it, and what is kept."""
-        for unit in list(self._live):
-            stays = beside is not None and (unit.unit.is_root or unit in beside.parents or unit.is_kept())
-            if unit.users == 0 and not stays:
-                self.release(unit)
+        for unit in self._idle(beside):
+            self.release(unit)
+
+    def _idle(self, beside: AttachedUnit | None) -> list[AttachedUnit]:
+        def stays(unit: AttachedUnit) -> bool:
+            return beside is not None and (unit.unit.is_root or unit in beside.parents or unit.is_kept())
+
+        return [unit for unit in self._live if unit.users == 0 and not stays(unit)]
 
     def release(self, unit: AttachedUnit) -> None:
         """A unit is at rest again: new values are committed, gradients that have arrived go down.
@@ -131,8 +136,20 @@ class LiveUnits:
         for unit in self.with_params(seat.param for seat in seats):
             self.fetch(unit)
 
+    def close(self) -> None:
+        """Nothing is live any more, whoever used it; values that were changed and gradients that had not gone down are lost."""
+        self.is_closed = True
+        for unit in self.units:
+            unit.grads.drop()
+        while self._live:
+            unit, _ = self._live.popitem()
+            self.storages.remove(unit)
+            with plain_tensors():
+                unit.rest()
+
     def leave(self, device: torch.device) -> None:
         """Unit by unit, give the parameters values of their own on `device`. No unit is live."""
+        self._home.check()
         for unit in self.units:
             with torch.no_grad():
                 unit.leave(self.residency.fetch(unit.unit), device)

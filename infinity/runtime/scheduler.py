@@ -232,6 +232,7 @@ class Scheduler:
             thread.join(self._deadline_s)
         for fetch in self._fetches.values():
             fetch.fail(ClosedError("the engine was closed while a unit was on its way"))
+        self._error = None  # it holds on to the buffers of the frames that it went through
         self._fetches.clear()
         self._retired.clear()
         self._wholes.clear()
