@@ -66,7 +66,7 @@ def train(args: argparse.Namespace, device: torch.device, folder: str, watch: Wa
     config: dict[str, Any] = {
         "device": str(device),
         "budgets": {"cpu": args.cpu, **({"hbm": args.hbm} if device.type == "cuda" else {})},
-        "nvme": {"paths": [folder]},
+        "nvme": {"paths": [folder], "readers": args.io_threads, "writers": args.io_threads},
         "store": {"resume": "never"},
         "precision": {"dtype": args.dtype},
         "placement": {"param": "nvme", "grad": args.grad, "optimizer": "nvme"},
@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--clip", action="store_true", help="clip the global norm at 1.0")
     parser.add_argument("--hbm", default="6GiB")
     parser.add_argument("--cpu", default="8GiB")
+    parser.add_argument("--io-threads", type=int, default=1, help="for each direction; several for tmpfs, where each copies by itself")
     parser.add_argument("--dir", default="/var/tmp", help="directory on the drive under test")
     parser.add_argument("--trace", help="file for a Chrome trace of the last step")
     parser.add_argument("--json", help="file for the raw figures")

@@ -29,10 +29,14 @@ class DeviceLimit:
     def __init__(self, device: torch.device, budget_bytes: int, engine_bytes: int) -> None:
         self.device, self.budget_bytes, self.engine_bytes = device, budget_bytes, engine_bytes
         self._before_bytes = torch.cuda.memory_reserved(device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (self._before_bytes + budget_bytes + SLACK_BYTES) / total), device)
         _observe()
         _limits.add(self)
+        _apply(device)
+
+    @property
+    def most_bytes(self) -> int:
+        """What torch may take on the device in all."""
+        return self._before_bytes + self.budget_bytes + SLACK_BYTES
 
     def describe(self, nbytes: int, reserved_bytes: int) -> str:
         """Why `nbytes` more do not fit into `reserved_bytes` that are taken already, and the ways out."""
@@ -45,9 +49,16 @@ class DeviceLimit:
         )
 
     def close(self) -> None:
-        """The whole device is the process's again."""
+        """The whole device is the process's again, or what the limits of other engines leave of it."""
         _limits.discard(self)
-        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        _apply(self.device)
+
+
+def _apply(device: torch.device) -> None:
+    """Several engines share a device: torch knows one limit, so it is the largest of theirs."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    most = max((limit.most_bytes for limit in _limits if limit.device == device), default=total)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The benches on memory run from end to end at toy size; their figures mean nothing there."""
+"""The benches run from end to end at toy size; their figures mean nothing there."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def test_beyond_memory_tells_what_was_resident(tmp_path: Path) -> None:
 def test_soak_tells_slopes(tmp_path: Path) -> None:
     result = json.loads(run("soak.py", "--dir", str(tmp_path)).splitlines()[-1])
     assert set(result["samples"]) >= {"resident bytes", "descriptors", "threads", "slab bytes"}
+
+
+def test_copies_run_both_ways() -> None:
+    result = json.loads(run("copies.py").splitlines()[-1])
+    assert all(len(result[direction]["infinity"]) == 1 for direction in ("upload", "download"))
