@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from infinity import native
 from infinity.config import Config
 from infinity.errors import ConfigError, StorageError
+from infinity.functions import load_function
 from infinity.kinds import Tier
 from infinity.optim.chunks import Address
 from infinity.optim.optimizer import checked_groups
@@ -152,7 +153,9 @@ def units_of(model: nn.Module, config: Config, cast: Cast) -> list[Unit]:
             raise ConfigError(
                 f"parameter {name!r} is trained in {param.dtype}: the engine trains fp32, bf16, fp16 and complex64. Convert it, or freeze it"
             )
-    units = make_units(find_units(model, threshold_numel=config.units.threshold, classes=config.units.classes, cast=cast), cast=cast)
+    rule = None if config.units.function is None else load_function("units.function", config.units.function, ())
+    plans = find_units(model, threshold_numel=config.units.threshold, classes=config.units.classes, function=rule, cast=cast)
+    units = make_units(plans, cast=cast)
     if not units:
         raise ConfigError("the model has no parameters: there is nothing to train")
     if not any(flat.trainable for unit in units for flat in unit.layout.flats):
@@ -189,10 +192,7 @@ def plan_units(
 ) -> Plan:
     """The plan for these units on this machine; `goes_on`: a published run keeps its chunks. Raises CapacityError or ConfigError."""
     placement = config.placement
-    if hardware.device.type == "cpu" and config.budgets.hbm not in ("auto", 0):
-        logger.warning("budgets.hbm = %s has no effect: the model computes on the cpu", format_bytes(int(config.budgets.hbm)))
-    if config.budgets.activations not in ("auto", 0) and (hardware.device.type == "cpu" or config.budgets.hbm == 0):
-        logger.warning("budgets.activations has no effect: it is a part of budgets.hbm, which is 0")
+    _warn_of_idle_keys(config, hardware.device)
     kept = _published_chunk_numel(config, paths) if goes_on else None
     wish = Wish(
         hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
@@ -227,6 +227,18 @@ def plan_units(
         measured = [probe.rates(path.path) for path in paths]
         rates = replace(rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
     return replace(plan, rates=rates, baseline=before)
+
+
+def _warn_of_idle_keys(config: Config, device: torch.device) -> None:
+    """A key that is ignored is not ignored in silence."""
+    budgets, precision = config.budgets, config.precision
+    if device.type == "cpu" and budgets.hbm not in ("auto", 0):
+        logger.warning("budgets.hbm = %s has no effect: the model computes on the cpu", format_bytes(int(budgets.hbm)))
+    if budgets.activations not in ("auto", 0) and (device.type == "cpu" or budgets.hbm == 0):
+        logger.warning("budgets.activations has no effect: it is a part of budgets.hbm, which is 0")
+    for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
+        if precision.dtype != "fp16" and getattr(precision, name) != type(precision).model_fields[name].default:
+            logger.warning("precision.%s has no effect: only fp16 scales the loss, and precision.dtype is %r", name, precision.dtype)
 
 
 def _check_room(plan: Plan, config: Config, paths: Sequence[NvmePath]) -> None:

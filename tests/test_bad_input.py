@@ -145,10 +145,32 @@ def test_hbm_where_there_is_none(tmp_path):
     refused(tmp_path, tiny_gpt(), config, CapacityError, ['placement.param = "hbm"', "device is cpu", "Use cpu or nvme"])
 
 
-def test_a_budget_that_has_no_effect_is_told(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("section", "keys", "told"),
+    [
+        ("budgets", {"hbm": "1GiB"}, "budgets.hbm = 1.00 GiB has no effect: the model computes on the cpu"),
+        ("budgets", {"activations": "1GiB"}, "budgets.activations has no effect"),
+        ("precision", {"dtype": "bf16", "init_scale": 8.0}, "precision.init_scale has no effect: only fp16"),
+    ],
+)
+def test_a_key_that_has_no_effect_is_told(tmp_path, caplog, section, keys, told):
     with caplog.at_level(logging.WARNING, "infinity"):
-        infinity.plan(tiny_gpt(), changed(settings(known_rates(tmp_path)), "budgets", hbm="1GiB"))
-    assert any("budgets.hbm" in record.message and "cpu" in record.message for record in caplog.records)
+        infinity.plan(tiny_gpt(), changed(settings(known_rates(tmp_path)), section, **keys))
+    assert [told in record.message for record in caplog.records] == [True]
+
+
+def test_a_function_says_what_is_a_unit(tmp_path, monkeypatch):
+    (tmp_path / "rules.py").write_text("def is_unit(name, module): return name in ('blocks.0', 'blocks.1')\nnumber = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = settings(known_rates(tmp_path))
+    made = infinity.plan(tiny_gpt(), {**config, "units": {"function": "rules:is_unit"}})
+    assert {spec.parts[0].name.partition("|")[0] for spec in made.specs} == {"blocks.0", "blocks.1", "root"}
+    for units, told in (
+        ({"function": "rules:number"}, ["units.function", "has no function 'number'", "is_unit"]),
+        ({"function": "rulez:is_unit"}, ["units.function", "no module 'rulez'"]),
+        ({"function": "rules:is_unit", "classes": ["Block"]}, ["units", "set one of them"]),
+    ):
+        refused(tmp_path, tiny_gpt(), {**config, "units": units}, ConfigError, told)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
 from infinity.checkpoint import Manifest
-from infinity.cli.functions import load_function
 from infinity.cli.interrupt import INTERRUPTED, Interrupt
 from infinity.cli.report import Meter, Reporter, overlap_table
 from infinity.config import Config, Train
 from infinity.errors import ConfigError
+from infinity.functions import load_function
 from infinity.timeline import Timeline
 
 TRACED_STEPS = 20

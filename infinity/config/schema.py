@@ -189,6 +189,9 @@ class Prefetch(Section):
     """Units fetched ahead of the one in use, 0 to 1024. Each costs one unit of memory; 0 fetches on demand, which hides nothing."""
 
 
+Spec = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
 class Units(Section):
     """How the model is cut into units, which are fetched, used and released together."""
 
@@ -198,8 +201,15 @@ class Units(Section):
     threshold: Whole = Field(1 << 20, ge=1)
     """Elements of its own above which any other module, such as an embedding, becomes a unit; the rest stays together in the root unit."""
 
+    function: Spec | None = None
+    """What decides alone, as module:function, in place of classes and threshold. The function takes (name, module) and says whether
+    the module is a unit."""
 
-Spec = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    @model_validator(mode="after")
+    def _one_rule(self) -> Units:
+        if self.classes and self.function:
+            raise ValueError("classes and function both say what is a unit: set one of them")
+        return self
 
 
 class Train(Section):

@@ -109,12 +109,6 @@ class RunFiles:
     nbytes: int
 
 
-def list_runs(paths: Sequence[Path]) -> list[str]:
-    """Names of the runs that have a directory below any of the paths."""
-    homes = [path / HOME for path in paths if (path / HOME).is_dir()]
-    return sorted({entry.name for home in homes for entry in home.iterdir() if entry.is_dir()})
-
-
 def run_files(paths: Sequence[Path], run: str) -> RunFiles:
     """All files of a run, of every rank, with their sum of bytes."""
     files = tuple(file for path in paths for file in our_files(run_directory(path, run)))

@@ -1,4 +1,4 @@
-"""`module:function` as the command line names models and data."""
+"""`module:function` as configurations and the command line name models, data and rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def load_function(key: str, spec: str | None, folders: Sequence[Path]) -> Callab
     module_name, _, name = spec.partition(":")
     _make_importable(folders)
     if not _exists(module_name):
-        raise ConfigError(f"{key} = {spec!r}: no module {module_name!r} in {', '.join(map(str, folders))} or among the installed packages.")
+        places = ", ".join(map(str, folders or [Path.cwd()]))
+        raise ConfigError(f"{key} = {spec!r}: no module {module_name!r} in {places} or among the installed packages.")
     module = importlib.import_module(module_name)
     function = getattr(module, name, None)
     if not callable(function):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from infinity.cli.functions import load_function
 from infinity.errors import ConfigError
+from infinity.functions import load_function
 
 
 @pytest.fixture
