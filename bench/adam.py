@@ -3,7 +3,7 @@
     python bench/adam.py --params 64 --threads 2
     python bench/adam.py --toy                      # seconds, for the test run: the figures mean nothing
 
-Every contender has its own state on 2 MiB pages. Rounds run each contender once, in rotating order; a ratio is the median over
+Every contender has its own state on 2 MiB pages. Rounds run each contender once, in an order drawn anew; a ratio is the median over
 rounds of the two times of one round. Prints a table and, last, one line of JSON.
 """
 
@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import adapter  # noqa: E402
+from common import interleave, ratio, timed  # noqa: E402
 
 from infinity import native  # noqa: E402
 
@@ -37,6 +37,16 @@ BYTES_PER_PARAM = 128
 """Of all contenders together, with what torch's foreach takes for a while."""
 
 Step = Callable[[], object]
+
+
+COMPARED = {
+    "fp32 against the ceiling": ("infinity fp32", "ceiling: 28 bytes, no Adam"),
+    "bf16 in and out against the ceiling": ("infinity bf16 grad + bf16 out", "ceiling: 28 bytes, no Adam"),
+    "fp32 against torch fused": ("infinity fp32", "torch fused fp32"),
+    "bf16 in and out against torch cast, fused, cast": ("infinity bf16 grad + bf16 out", "torch cast, fused, cast"),
+    "fp32 against torch foreach": ("infinity fp32", "torch foreach fp32"),
+}
+"""How many times as fast the first is as the second."""
 
 
 def on_large_pages(numel: int, dtype: torch.dtype, source: Tensor | None = None) -> Tensor:
@@ -122,27 +132,6 @@ class Bench:
         return step
 
 
-def interleave(steps: dict[str, Step], rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds of each contender in each round; the order rotates, so that no one always runs after the same neighbour."""
-    names = list(steps)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(warmup + rounds):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
-            start = time.perf_counter()
-            steps[name]()
-            if index >= warmup:
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
-def ratio(times: dict[str, list[float]], fast: str, slow: str) -> float | None:
-    """How many times faster `fast` is than `slow`."""
-    if fast not in times or slow not in times:
-        return None
-    return statistics.median(b / a for a, b in zip(times[fast], times[slow], strict=True))
-
-
 def measure(params_m: float, rounds: int, warmup: int) -> dict[str, Any]:
     numel = int(params_m * (1 << 20))
     available = psutil.virtual_memory().available
@@ -150,7 +139,7 @@ def measure(params_m: float, rounds: int, warmup: int) -> dict[str, Any]:
         most = available // BYTES_PER_PARAM >> 20
         raise SystemExit(f"--params {params_m:g}: all contenders together need {BYTES_PER_PARAM} bytes a parameter; memory has room for {most}")
     bench = Bench(numel)
-    times = interleave({name: step for name, (_, step) in bench.steps.items()}, rounds, warmup)
+    times = interleave({name: timed(step) for name, (_, step) in bench.steps.items()}, rounds, warmup)
     rows = {
         name: {
             "gparam_s": bench.numel / statistics.median(seconds) / 1e9,
@@ -159,14 +148,8 @@ def measure(params_m: float, rounds: int, warmup: int) -> dict[str, Any]:
         }
         for name, seconds in times.items()
     }
-    ratios = {
-        "fp32 against the ceiling": ratio(times, "infinity fp32", "ceiling: 28 bytes, no Adam"),
-        "bf16 in and out against the ceiling": ratio(times, "infinity bf16 grad + bf16 out", "ceiling: 28 bytes, no Adam"),
-        "fp32 against torch fused": ratio(times, "infinity fp32", "torch fused fp32"),
-        "bf16 in and out against torch cast, fused, cast": ratio(times, "infinity bf16 grad + bf16 out", "torch cast, fused, cast"),
-        "fp32 against torch foreach": ratio(times, "infinity fp32", "torch foreach fp32"),
-    }
-    return {"params_m": params_m, "rounds": rounds, "contenders": rows, "ratios": {k: v for k, v in ratios.items() if v is not None}}
+    ratios = {what: ratio(times[slow], times[fast]) for what, (fast, slow) in COMPARED.items() if slow in times}
+    return {"params_m": params_m, "rounds": rounds, "contenders": rows, "ratios": ratios}
 
 
 def print_table(result: dict[str, Any]) -> None:

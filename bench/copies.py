@@ -3,8 +3,8 @@
     python bench/copies.py              4 GiB in pieces of 64 MiB, 7 rounds, on one GPU
     python bench/copies.py --toy        seconds, on whatever device there is: the figures mean nothing
 
-Every contender moves the same bytes. Rounds run each once, in rotating order; a ratio is the median over rounds of the two rates of
-one round. Pinning is timed once each way: the engine's buffers on 2 MiB pages, and torch's own allocator.
+Every contender moves the same bytes. Rounds run each once, in an order drawn anew; a ratio is the median over rounds of the two rates
+of one round. Pinning is timed once each way: the engine's buffers on 2 MiB pages, and torch's own allocator.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+from common import interleave, ratio  # noqa: E402
 
 from infinity.sizes import GiB, MiB  # noqa: E402
 from infinity.storage.copies import Copies  # noqa: E402
@@ -78,19 +80,6 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
-def interleave(passes: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Rates of each contender in each round after one that is not counted."""
-    names = list(passes)
-    rates: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(1 + rounds):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
-            rate = passes[name]()
-            if index:
-                rates[name].append(rate)
-    return rates
-
-
 def pinning(nbytes: int, threads: int) -> dict[str, float]:
     """Seconds per GiB from asking for pinned memory until it is there and touched."""
     start = time.perf_counter()
@@ -124,9 +113,8 @@ def main() -> None:
             rates = interleave(passes, args.rounds)
             results[direction] = rates
             for name, values in rates.items():
-                ratio = statistics.median(mine / theirs for mine, theirs in zip(rates["infinity"], values, strict=True))
                 spread = f"{statistics.median(values) / 1e9:6.2f} GB/s ({min(values) / 1e9:.2f} to {max(values) / 1e9:.2f}, n={args.rounds})"
-                print(f"  {direction:8}  {name:18} {spread}   infinity / it {ratio:.3f}")
+                print(f"  {direction:8}  {name:18} {spread}   infinity / it {ratio(rates['infinity'], values):.3f}")
         bench.copies.close()
     if device.type == "cuda":
         results["pinning_s_per_gib"] = costs = pinning(args.mib * MiB, args.threads)

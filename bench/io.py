@@ -5,8 +5,8 @@
     python bench/io.py --toy                                  seconds, for the test run: the figures mean nothing
 
 All contenders move the bytes of one file, the store's, since a disk is not equally fast everywhere: two files of one size may differ
-by a quarter. It is laid out and overwritten once before timing. Rounds run each contender once, in rotating order; a ratio is the
-median over rounds of the two rates of one round. Prints a table and, last, one line of JSON.
+by a quarter. It is laid out and overwritten once before timing. Rounds run each contender once, in an order drawn anew; a ratio is
+the median over rounds of the two rates of one round. Prints a table and, last, one line of JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from pathlib import Path
 import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+from common import interleave, ratio  # noqa: E402
 
 from infinity.kinds import Group, Tier  # noqa: E402
 from infinity.sizes import KiB, MiB, align_up  # noqa: E402
@@ -124,19 +126,6 @@ def contenders(args: argparse.Namespace, engine: Engine) -> dict[str, dict[str, 
     return found
 
 
-def interleave(passes: dict[str, Pass], rounds: int) -> dict[str, list[float]]:
-    """Rates of each contender in each round after one that is not counted; the order rotates."""
-    names = list(passes)
-    rates: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(1 + rounds):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
-            rate = passes[name]()
-            if index:
-                rates[name].append(rate)
-    return rates
-
-
 def summarize(rates: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     ours = rates["infinity"]
     return {
@@ -144,7 +133,7 @@ def summarize(rates: dict[str, list[float]]) -> dict[str, dict[str, float]]:
             "gb_s": statistics.median(values) / 1e9,
             "min": min(values) / 1e9,
             "max": max(values) / 1e9,
-            "infinity_over_it": statistics.median(mine / theirs for mine, theirs in zip(ours, values, strict=True)),
+            "infinity_over_it": ratio(ours, values),
         }
         for name, values in rates.items()
     }

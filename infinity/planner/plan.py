@@ -88,6 +88,9 @@ class Plan:
             before = format_bytes(self.baseline[tier]) if tier in self.baseline else "-"
             cells = [*(format_bytes(n) for n in groups), format_bytes(self.working_bytes(tier)), budget, before]
             lines.append(f"{tier.value:>10} " + " ".join(f"{cell:>12}" for cell in cells))
+        activations = self.working_bytes(Tier.HBM, ACTIVATIONS)
+        if activations:
+            lines.append(f"{'':>10} {format_bytes(activations)} of what works in hbm are left to activations")
         times = self.seconds()
         for lane, nbytes in self.traffic.items():
             if nbytes:

@@ -1,0 +1,43 @@
+"""How contenders are timed against each other."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+PAUSE_S = 0.02
+"""Between two contenders: OpenMP's threads spin for a while after their work is done, on the cores of whoever comes next."""
+
+
+def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+    """What each contender returned in each round, after `warmup` rounds that are not counted.
+
+    The order is drawn anew for every round: in a rotation everyone would always run after the same neighbour.
+    """
+    draw = random.Random(0)
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(warmup + rounds):
+        for name in draw.sample(list(contenders), len(contenders)):
+            time.sleep(PAUSE_S)
+            figure = contenders[name]()
+            if index >= warmup:
+                found[name].append(figure)
+    return found
+
+
+def timed(step: Callable[[], object]) -> Callable[[], float]:
+    """`step`, returning its seconds."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+    return run
+
+
+def ratio(over: list[float], under: list[float]) -> float:
+    """The median over rounds of the ratio of one round."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
