@@ -63,8 +63,10 @@ def _apply(device: torch.device) -> None:
 
 @functools.cache
 def _observe() -> None:
-    """Have torch tell, once in the life of the process, when an allocation fails for good."""
-    torch._C._cuda_attach_out_of_memory_observer(_tell)  # type: ignore[attr-defined]
+    """Have torch tell, once in the life of the process, when an allocation fails for good. Where it cannot, the limit holds all the same."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(_tell)
 
 
 def _tell(device: int, nbytes: int, allowed_bytes: int, free_bytes: int) -> None:
