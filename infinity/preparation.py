@@ -89,16 +89,21 @@ def preview(model: Model, config: Config) -> Plan:
     """The plan alone."""
     device = choose_device(config.device)
     paths = check_paths(config)
+    units = preview_units(model, config)
+    with native.ThreadPool(adam_threads()) as pool:
+        hardware = survey(device, pool)
+    return plan_units(units, config, hardware, paths, held_now(device), goes_on=True)
+
+
+def preview_units(model: Model, config: Config) -> list[Unit]:
+    """The units alone; those of a builder have shapes and no values."""
     if isinstance(model, nn.Module):
         check_values(model)
         module = model
     else:
         with torch.device("meta"):
             module = model()
-    with native.ThreadPool(adam_threads()) as pool:
-        hardware = survey(device, pool)
-    units = units_of(module, config, make_cast(config, module))
-    return plan_units(units, config, hardware, paths, held_now(device), goes_on=True)
+    return units_of(module, config, make_cast(config, module))
 
 
 def check_paths(config: Config) -> list[NvmePath]:
@@ -191,6 +196,18 @@ def plan_units(
     units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int], *, goes_on: bool
 ) -> Plan:
     """The plan for these units on this machine; `goes_on`: a published run keeps its chunks. Raises CapacityError or ConfigError."""
+    plan = place_units(units, config, hardware, paths, before, goes_on=goes_on)
+    if not plan.resting(Tier.NVME):
+        return plan
+    measured = [probe.rates(path.path) for path in paths]
+    rates = replace(plan.rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
+    return replace(plan, rates=rates)
+
+
+def place_units(
+    units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int], *, goes_on: bool
+) -> Plan:
+    """As `plan_units`, with the rates of the paths unknown: nothing is measured and nothing written."""
     placement = config.placement
     _warn_of_idle_keys(config, hardware.device)
     kept = _published_chunk_numel(config, paths) if goes_on else None
@@ -224,9 +241,7 @@ def plan_units(
             )
         if kept is None:
             _check_room(plan, config, paths)
-        measured = [probe.rates(path.path) for path in paths]
-        rates = replace(rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
-    return replace(plan, rates=rates, baseline=before)
+    return replace(plan, baseline=before)
 
 
 def _warn_of_idle_keys(config: Config, device: torch.device) -> None:
