@@ -23,10 +23,17 @@ _TYPES = {torch.float32: lib.INF_F32, torch.bfloat16: lib.INF_BF16, torch.float1
 
 Backend = Literal["auto", "libaio", "kernel", "threads"]
 
+_BACKENDS: tuple[Backend, ...] = ("libaio", "kernel", "threads")
+
 
 def available_isas() -> tuple[str, ...]:
     """The instruction sets this processor runs, best last; the first is always "plain"."""
     return tuple(name for name, number in _ISAS.items() if lib.inf_isa_available(number))
+
+
+def available_backends() -> tuple[Backend, ...]:
+    """The I/O backends of this installation, best first: "libaio" is there where the library is, the other two always."""
+    return tuple(name for name in _BACKENDS if lib.inf_backend_find(name.encode()))
 
 
 def _check(code: int, what: str) -> int:

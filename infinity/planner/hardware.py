@@ -56,7 +56,7 @@ def survey(device: torch.device, pool: native.ThreadPool) -> Hardware:
         hbm_free=torch.cuda.mem_get_info(device)[0] if cuda else 0,
         cpu_available=available_memory(),
         cores=len(os.sched_getaffinity(0)),
-        upload_rate=_measure_upload(device) if cuda else 0.0,
+        upload_rate=measure_copies(device).upload if cuda else 0.0,
         adam_rate=_measure_adam(pool),
     )
 
@@ -64,12 +64,13 @@ def survey(device: torch.device, pool: native.ThreadPool) -> Hardware:
 def available_memory() -> int:
     """Bytes this process may still take: MemAvailable, capped by every memory cgroup above it (v1 and v2)."""
     free = int(psutil.virtual_memory().available)
-    for limit, usage in _cgroup_limits():
+    for limit, usage in cgroup_limits():
         free = min(free, max(0, limit - usage))
     return free
 
 
-def _cgroup_limits() -> list[tuple[int, int]]:
+def cgroup_limits() -> list[tuple[int, int]]:
+    """(limit, use) in bytes of every limited memory cgroup above this process; page cache that the kernel can drop is not use."""
     found = []
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -91,7 +92,7 @@ def _cgroup_limits() -> list[tuple[int, int]]:
 
 
 def _stat(path: Path, key: str) -> int:
-    """A line of memory.stat; page cache that the kernel can drop is not memory in use."""
+    """A line of memory.stat, 0 where it has none."""
     return next((int(line.split()[1]) for line in _lines(path) if line.startswith(f"{key} ")), 0)
 
 
@@ -107,18 +108,31 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _measure_upload(device: torch.device) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRates:
+    """Bytes per second between pinned memory and a GPU, each way alone."""
+
+    upload: float
+    download: float
+
+
+def measure_copies(device: torch.device) -> CopyRates:
+    """Copy 64 MiB up and down, three times each: some tens of milliseconds. Raises CapacityError when memory cannot be pinned."""
     with closing(SlabPool(pin=True, threads=4)) as slabs:  # torch's own pinned memory would never go back to the system
-        source = slabs.take(64 * MiB)
-        target = torch.empty_like(source, device=device)
+        pinned = slabs.take(64 * MiB)
+        resident = torch.empty_like(pinned, device=device)
+        return CopyRates(upload=_measure_copy(pinned, resident), download=_measure_copy(resident, pinned))
+
+
+def _measure_copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    target.copy_(source, non_blocking=True)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(2):
         target.copy_(source, non_blocking=True)
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(2):
-            target.copy_(source, non_blocking=True)
-        stop.record()
-        stop.synchronize()
-        return 2 * source.numel() / (float(start.elapsed_time(stop)) / 1e3)
+    stop.record()
+    stop.synchronize()
+    return 2 * source.numel() / (float(start.elapsed_time(stop)) / 1e3)
 
 
 def _measure_adam(pool: native.ThreadPool) -> float:

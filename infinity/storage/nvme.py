@@ -25,7 +25,7 @@ from infinity.storage.shardfile import ShardFile, lay_out
 from infinity.storage.work import AioWork, Work
 from infinity.timeline import Timeline
 
-_SPARE_DESCRIPTORS = 128
+SPARE_DESCRIPTORS = 128
 """What the rest of the process may open beside shard files."""
 
 _logger = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class NvmeTier:
 
     def _check_descriptors(self, count: int) -> None:
         """Each file stays open. Raise the soft limit as far as the system lets us, or say what is missing."""
-        needed = len(self._files) + count + _SPARE_DESCRIPTORS
+        needed = len(self._files) + count + SPARE_DESCRIPTORS
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft == resource.RLIM_INFINITY or needed <= soft:
             return

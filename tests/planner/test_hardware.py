@@ -56,7 +56,7 @@ def test_the_tightest_cgroup_above_counts_less_its_idle_page_cache(tmp_path, mon
 
 
 def test_without_a_limit_it_is_what_the_machine_has(monkeypatch):
-    monkeypatch.setattr(hardware, "_cgroup_limits", list)
+    monkeypatch.setattr(hardware, "cgroup_limits", list)
     assert abs(hardware.available_memory() - psutil.virtual_memory().available) < GiB
 
 
