@@ -31,6 +31,7 @@ FLOORS: Mapping[str, int] = {
     "infinity.assembly": 6,
     "infinity.preparation": 6,
     "infinity.engine": 6,
+    "infinity.doctor": 6,
     "infinity": 6,
     "infinity.cli": 7,
     "infinity.__main__": 7,

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from infinity.checkpoint.export import export_weights
 from infinity.cli.clean import clean_run
+from infinity.cli.doctor import run_doctor
 from infinity.cli.interrupt import INTERRUPTED
 from infinity.cli.train import print_plan, run_training
 from infinity.config import load_config, write_commented
@@ -57,6 +58,26 @@ def train(
         loaded = load_config(config, words)
         folders = [config.absolute().parent, Path.cwd()]
         code = print_plan(loaded, folders) if plan else run_training(loaded, folders, resume)
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A .toml or .json configuration. Without one: defaults, the current directory as the NVMe path."),
+    ] = None,
+    settings: Settings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Look at this machine for what would slow a run down or stop it.
+
+    Each line is ok, a warning or a failure, the latter two with the way out. With a CONFIG that names train.model, the plan of
+    that model counts too. Nothing is left behind. Exit status: 0 all is ok, 1 a warning, 2 a failure.
+    """
+    with _reported(debug):
+        code = run_doctor(config, settings or [], as_json)
     raise typer.Exit(code)
 
 
