@@ -7,16 +7,25 @@ from collections.abc import Iterator
 import torch
 
 from infinity.config import Config
-from infinity.doctor import gpu, kernel, limits, paths, processor
+from infinity.doctor import gpu, kernel, limits, model, paths, processor, wear
 from infinity.doctor.finding import Finding, ok
-from infinity.doctor.model import Load, check_plan
 from infinity.doctor.system import System
 from infinity.planner.plan import Plan
 
 NO_PATHS = "nvme.paths"
 
+SUBJECTS = (
+    *(gpu.TORCH, gpu.DEVICE, gpu.HBM, gpu.COPIES),
+    *(processor.KERNELS, processor.ARITHMETIC, processor.CORES, processor.NUMA),
+    *(limits.MEMORY, limits.CGROUP, limits.LOCKED, limits.DESCRIPTORS),
+    *(kernel.HUGE_PAGES, kernel.AIO, kernel.AIO_LIMIT),
+    *(paths.DIRECTORY, paths.FILE_SYSTEM, paths.DRIVE, wear.WEAR, paths.DIRECT_IO, paths.SPACE),
+    *(paths.SHARED, NO_PATHS, model.PLAN),
+)
+"""What findings are about, in their order; those of paths repeat for each path. docs/doctor.md explains each."""
 
-def examine(config: Config, load: Load | None = None, system: System | None = None) -> list[Finding]:
+
+def examine(config: Config, load: model.Load | None = None, system: System | None = None) -> list[Finding]:
     """Look at this machine for a run of `config`; `load` imports what builds its model.
 
     Reads the kernel's files, opens and closes what a run would open, and writes one nameless sector to each path.
@@ -24,7 +33,7 @@ def examine(config: Config, load: Load | None = None, system: System | None = No
     system = system or System()
     places, unusable = paths.look(config, system)
     device, device_finding = gpu.check_device(config, system)
-    plan, plan_finding = (None, None) if load is None or device is None or unusable else check_plan(config, load, device)
+    plan, plan_finding = (None, None) if load is None or device is None or unusable else model.check_plan(config, load, device)
     findings = [
         gpu.check_torch(),
         device_finding,
@@ -33,10 +42,9 @@ def examine(config: Config, load: Load | None = None, system: System | None = No
         *unusable,
         *(finding for place in places for finding in paths.check_place(place, config)),
         *paths.check_shared(places),
+        None if config.nvme.paths else ok(NO_PATHS, "none: nothing rests on NVMe"),
         plan_finding,
     ]
-    if not config.nvme.paths:
-        findings.append(ok(NO_PATHS, "none: nothing rests on NVMe"))
     return [finding for finding in findings if finding is not None]
 
 
