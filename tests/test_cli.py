@@ -216,7 +216,7 @@ def test_clean_asks_and_then_removes_only_the_run(folder):
 
 
 def test_help_is_there_for_every_command(folder):
-    for words in ([], ["train"], ["init"], ["export"], ["clean"]):
+    for words in ([], ["train"], ["doctor"], ["init"], ["export"], ["clean"]):
         done = infinity(*words, "--help")
         assert done.exit_code == 0 and "Usage: infinity" in done.stdout
 

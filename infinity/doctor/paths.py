@@ -54,13 +54,15 @@ def look(config: Config, system: System) -> tuple[list[Place], list[Finding]]:
         try:
             found = check_path(path)
         except (ConfigError, OSError) as error:
-            findings.append(failure(DIRECTORY, str(error), _way_to(path), entry.path))
+            findings.append(failure(DIRECTORY, str(error), _way_to(path, error), entry.path))
             continue
         places.append(Place(path=path, facts=found, drive=find_drive(path, found.device, system)))
     return places, findings
 
 
-def _way_to(path: Path) -> str:
+def _way_to(path: Path, error: Exception) -> str:
+    if isinstance(error, PermissionError):
+        return f"namei -l {path} shows which directory on the way this user may not enter: sudo chmod o+x DIRECTORY; or change nvme.paths"
     if not path.exists():
         return f"mkdir -p {path}, and mount the drive there; or change nvme.paths"
     if not path.is_dir() or os.access(path, os.W_OK):

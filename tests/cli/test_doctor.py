@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from infinity.cli import doctor
 from infinity.cli.main import app
 from infinity.doctor import Finding, Status
+from infinity.doctor.examination import SUBJECTS
 from infinity.doctor.finding import failure, ok, warning
 
 ROOT = Path(__file__).parents[2]
@@ -195,3 +196,18 @@ def test_help_says_what_it_does_and_what_its_exit_status_means():
     text = " ".join(done.stdout.split())
     assert done.exit_code == 0 and "[CONFIG]" in text and "--json" in text
     assert "Exit status: 0 all is ok, 1 a warning, 2 a failure" in text and "Nothing is left behind" in text
+
+
+def test_the_readme_shows_lines_as_they_are_printed():
+    """Its example has the subjects of the document, in their order, in the form of a pipe."""
+    (example,) = re.findall(r"```text\n\$ infinity doctor .*?\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    rows = re.findall(r"^(ok|warning|failure) +(.+?)  +(\S.*)(?:\n +way out +(.*))?$", example, flags=re.MULTILINE)
+    paths = {"file system", "drive", "direct I/O", "free space"}
+    findings = [
+        Finding(subject=subject, status=Status(status), found=found, way_out=way_out, path="/mnt/nvme0" if subject in paths else None)
+        for status, subject, found, way_out in rows
+    ]
+    assert [finding.subject for finding in findings] == [subject for subject in SUBJECTS if subject in {row[1] for row in rows}]
+    console = Console(file=io.StringIO(), force_terminal=False)
+    doctor.show(console, "run.toml: NVMe paths /mnt/nvme0", findings)
+    assert console.file.getvalue() == example  # type: ignore[attr-defined]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import platform
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,3 +124,51 @@ def test_a_mapping_of_this_machine_is_seen_on_its_huge_pages():
         pytest.skip(f"huge pages are {mode or 'not there'}, or nobody tells of them")
     found = kernel.check_huge_pages(System())
     assert found.found.startswith(f"{mode}; ") and "of 8.00 MiB came on 2 MiB pages" in found.found
+
+
+# ---- real conditions, each in a child of its own ----
+
+
+def told_in_child(before_exec: Callable[[], None], program: str) -> str:
+    setup = "from infinity.config import load_config; from infinity.doctor import kernel; from infinity.doctor.system import System;"
+    command = [sys.executable, "-c", setup + program]
+    return subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=before_exec).stdout
+
+
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE = 22, 38, 41  # prctl(2)
+SYS_IO_SETUP = 206  # x86_64
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def refuse_io_setup() -> None:
+    """A seccomp filter as sandboxes have: load the call's number, EPERM for io_setup, allow the rest (seccomp(2))."""
+    words = [(0x20, 0, 0, 0), (0x15, 0, 1, SYS_IO_SETUP), (0x06, 0, 0, 0x00050000 | errno.EPERM), (0x06, 0, 0, 0x7FFF0000)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *word) for word in words))
+    program = struct.pack("=H6xQ", len(words), ctypes.addressof(code))
+    if LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or LIBC.prctl(PR_SET_SECCOMP, 2, program, 0, 0):
+        raise OSError(ctypes.get_errno(), "no filter")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter is written for x86_64")
+def test_a_sandbox_that_forbids_io_setup_is_a_warning_and_direct_io_still_works(tmp_path):
+    program = (
+        "from infinity.doctor.trial import try_direct_io; from pathlib import Path;"
+        f"print(kernel.check_aio(load_config({{}}))); print(try_direct_io(Path({str(tmp_path)!r})))"
+    )
+    try:
+        aio, trial = told_in_child(refuse_io_setup, program).splitlines()
+    except subprocess.SubprocessError:
+        pytest.skip("no seccomp filter can be set here")
+    assert "Status.WARNING" in aio and "io_setup(2) is refused (EPERM)" in aio
+    assert "backend='threads', error=0" in trial
+
+
+def test_a_launcher_that_switched_huge_pages_off_is_a_warning():
+    if kernel._mode(System().sys / "kernel" / "mm" / "transparent_hugepage" / "enabled") not in ("always", "madvise"):
+        pytest.skip("huge pages are off for everybody")
+
+    def switch_off() -> None:
+        LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+
+    told = told_in_child(switch_off, "print(kernel.check_huge_pages(System()))")
+    assert "Status.WARNING" in told and "PR_SET_THP_DISABLE" in told
