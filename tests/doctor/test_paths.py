@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,12 +82,29 @@ def test_a_read_only_file_system_is_a_failure(unmounted):
     assert found.status is Status.FAILURE and "not writable" in found.found and "remount,rw" in found.way_out
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_the_right_to_write_is_a_failure(tmp_path):
-    tmp_path.chmod(0o500)
-    _, (found,) = paths.look(configured(tmp_path), System())
-    tmp_path.chmod(0o700)
-    assert found.status is Status.FAILURE and "chown" in found.way_out
+def as_anybody(program: str, *words: str) -> str:
+    """What a child prints that has no right to enter and write everywhere, which root has (capabilities(7), CAP_DAC_OVERRIDE)."""
+    without = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    if without and (shutil.which("setpriv") is None or subprocess.run([*without, "true"], capture_output=True).returncode):
+        pytest.skip("root cannot give up its rights here")
+    return subprocess.run([*without, sys.executable, "-c", program, *words], capture_output=True, text=True, check=True).stdout
+
+
+def test_directories_that_may_not_be_written_or_entered_are_failures(tmp_path):
+    closed, read_only = tmp_path / "closed", tmp_path / "read_only"
+    (closed / "inside").mkdir(parents=True)
+    read_only.mkdir(mode=0o500)
+    closed.chmod(0)
+    program = (
+        "import sys; from infinity.config import load_config; from infinity.doctor import paths; from infinity.doctor.system import System;"
+        "print(*paths.look(load_config({'nvme': {'paths': sys.argv[1:]}}), System())[1], sep='\\n')"
+    )
+    try:
+        unwritable, unreachable = as_anybody(program, str(read_only), str(closed / "inside")).splitlines()
+    finally:
+        closed.chmod(0o700)
+    assert "Status.FAILURE" in unwritable and "not writable" in unwritable and "chown" in unwritable
+    assert "Status.FAILURE" in unreachable and "Permission denied" in unreachable and f"namei -l {closed}/inside" in unreachable
 
 
 # ---- real file systems ----
