@@ -7,7 +7,7 @@ import fnmatch
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,8 @@ def place_units(
 ) -> Plan:
     """As `plan_units`, with the rates of the paths unknown: nothing is measured and nothing written."""
     placement = config.placement
-    _warn_of_idle_keys(config, hardware.device)
+    for key, reason in idle_keys(config, hardware.device):
+        logger.warning("%s has no effect: %s", key, reason)
     kept = _published_chunk_numel(config, paths) if goes_on else None
     wish = Wish(
         hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
@@ -244,16 +245,16 @@ def place_units(
     return replace(plan, baseline=before)
 
 
-def _warn_of_idle_keys(config: Config, device: torch.device) -> None:
-    """A key that is ignored is not ignored in silence."""
+def idle_keys(config: Config, device: torch.device) -> Iterator[tuple[str, str]]:
+    """(key, reason): a key that is ignored is not ignored in silence."""
     budgets, precision = config.budgets, config.precision
     if device.type == "cpu" and budgets.hbm not in ("auto", 0):
-        logger.warning("budgets.hbm = %s has no effect: the model computes on the cpu", format_bytes(int(budgets.hbm)))
+        yield f"budgets.hbm = {format_bytes(int(budgets.hbm))}", "the model computes on the cpu"
     if budgets.activations not in ("auto", 0) and (device.type == "cpu" or budgets.hbm == 0):
-        logger.warning("budgets.activations has no effect: it is a part of budgets.hbm, which is 0")
+        yield "budgets.activations", "it is a part of budgets.hbm, which is 0"
     for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
         if precision.dtype != "fp16" and getattr(precision, name) != type(precision).model_fields[name].default:
-            logger.warning("precision.%s has no effect: only fp16 scales the loss, and precision.dtype is %r", name, precision.dtype)
+            yield f"precision.{name}", f"only fp16 scales the loss, and precision.dtype is {precision.dtype!r}"
 
 
 def _check_room(plan: Plan, config: Config, paths: Sequence[NvmePath]) -> None:
