@@ -20,7 +20,7 @@ SUBJECTS = (
     *(limits.MEMORY, limits.CGROUP, limits.LOCKED, limits.DESCRIPTORS),
     *(kernel.HUGE_PAGES, kernel.AIO, kernel.AIO_LIMIT),
     *(paths.DIRECTORY, paths.FILE_SYSTEM, paths.DRIVE, wear.WEAR, paths.DIRECT_IO, paths.SPACE),
-    *(paths.SHARED, NO_PATHS, model.PLAN),
+    *(paths.SHARED, NO_PATHS, model.IDLE, model.PLAN),
 )
 """What findings are about, in their order; those of paths repeat for each path. docs/doctor.md explains each."""
 
@@ -43,6 +43,7 @@ def examine(config: Config, load: model.Load | None = None, system: System | Non
         *(finding for place in places for finding in paths.check_place(place, config)),
         *paths.check_shared(places),
         None if config.nvme.paths else ok(NO_PATHS, "none: nothing rests on NVMe"),
+        *(model.check_keys(config, device) if device is not None else ()),
         plan_finding,
     ]
     return [finding for finding in findings if finding is not None]

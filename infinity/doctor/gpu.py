@@ -61,13 +61,11 @@ def _unused(driver: str) -> tuple[str, str]:
 
 
 def check_hbm(config: Config, device: torch.device) -> Finding | None:
-    """Free and total bytes (cudaMemGetInfo) against budgets.hbm: more than the device has is a failure, more than is free a warning."""
+    """Free and total bytes (cudaMemGetInfo) against budgets.hbm: more than the device has is a failure, more than is free a
+    warning. None without CUDA."""
     budget = config.budgets.hbm
     if device.type != "cuda":
-        if budget in ("auto", 0):
-            return None
-        found = f"budgets.hbm = {format_bytes(int(budget))} has no effect: the model computes on the cpu"
-        return warning(HBM, found, 'set budgets.hbm = "auto", or device = "cuda"')
+        return None
     free, total = torch.cuda.mem_get_info(device)
     found = f"{format_bytes(free)} free of {format_bytes(total)}"
     if budget == "auto":

@@ -18,14 +18,22 @@ from infinity.errors import InfinityError
 from infinity.kinds import Tier
 from infinity.planner.hardware import Hardware, available_memory
 from infinity.planner.plan import Plan
-from infinity.preparation import held_now, place_units, preview_units
+from infinity.preparation import held_now, idle_keys, place_units, preview_units
 from infinity.sizes import format_bytes
 from infinity.storage.nvme import NvmePath
 
 PLAN = "plan"
 
+IDLE = "idle keys"
+
 Load = Callable[[], Callable[[], nn.Module]]
 """Imports what builds the model. Raises ConfigError where there is no such function."""
+
+
+def check_keys(config: Config, device: torch.device) -> Iterator[Finding]:
+    """Keys that a run of this configuration would ignore: a warning each, as the engine logs."""
+    for key, reason in idle_keys(config, device):
+        yield warning(IDLE, f"{key} has no effect: {reason}", f"remove {key.split()[0]} from the configuration")
 
 
 def check_plan(config: Config, load: Load, device: torch.device) -> tuple[Plan | None, Finding]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.config import load_config
 from infinity.doctor.finding import Status
-from infinity.doctor.model import check_plan
+from infinity.doctor.model import check_keys, check_plan
 from infinity.errors import ConfigError
 from infinity.kinds import Tier
 
@@ -90,3 +90,11 @@ def test_what_a_model_prints_is_not_ours_and_its_bytecode_is_not_written(tmp_pat
     said = capsys.readouterr()
     assert found.status is Status.OK and said.out == "" and said.err.split() == ["importing", "building"]
     assert [path.name for path in tmp_path.iterdir()] == [module.name]
+
+
+def test_keys_without_effect_are_warnings_that_name_them():
+    config = load_config({"budgets": {"hbm": "1GiB"}, "precision": {"dtype": "bf16", "init_scale": 2.0}})
+    found = list(check_keys(config, CPU))
+    assert [finding.status for finding in found] == [Status.WARNING] * 2
+    assert [finding.way_out for finding in found] == [f"remove {key} from the configuration" for key in ("budgets.hbm", "precision.init_scale")]
+    assert list(check_keys(load_config({}), CPU)) == []
