@@ -264,12 +264,22 @@ def _check_room(plan: Plan, config: Config, paths: Sequence[NvmePath]) -> None:
     """
     needed = sum(spec.padded_nbytes for spec in plan.specs if spec.tier is Tier.NVME)
     found = [(path, probe.facts(path.path).free_bytes) for path in paths]
-    free = sum(free if path.max_bytes is None else min(free, path.max_bytes) for path, free in found)
-    free += run_files([path.path for path in paths], config.store.run).nbytes
+    free = _room(found) + run_files([path.path for path in paths], config.store.run).nbytes
     if needed > free:
         told = "; ".join(f"{path.path} has {free} bytes free" + (f", max_bytes {path.max_bytes}" if path.max_bytes else "") for path, free in found)
         hint = f"{told}. Add a path, raise max_bytes, or raise budgets.cpu so that less lives on NVMe"
         raise StorageError(errno.ENOSPC, str(paths[0].path), 0, needed, hint)
+
+
+def _room(found: Sequence[tuple[NvmePath, int]]) -> int:
+    """What paths with so many free bytes hold together: those on one file system share its bytes."""
+    rooms: dict[int, int] = {}
+    limits: dict[int, int] = {}
+    for path, free in found:
+        device = path.path.stat().st_dev
+        rooms[device] = free
+        limits[device] = limits.get(device, 0) + (free if path.max_bytes is None else path.max_bytes)
+    return sum(min(free, limits[device]) for device, free in rooms.items())
 
 
 def _published_chunk_numel(config: Config, paths: Sequence[NvmePath]) -> int | None:

@@ -196,6 +196,22 @@ def known_rates_of(measured, disk):
     (disk / "infinity" / "rates.json").write_text(text.replace(f"{os.major(old)}:{os.minor(old)}", f"{os.major(device)}:{os.minor(device)}"))
 
 
+def test_two_paths_on_one_disk_do_not_have_its_room_twice(tmp_path):
+    needed = sum(spec.padded_nbytes for spec in infinity.plan(tiny_gpt(), settings(known_rates(tmp_path))).specs)
+    try:
+        with small_disk(tmp_path / "disk", needed * 3 // 4) as disk:
+            paths = [disk / "a", disk / "b"]
+            for path in paths:
+                path.mkdir()
+            with pytest.raises(StorageError) as caught:
+                infinity.plan(tiny_gpt(), settings(disk, nvme={"paths": [str(path) for path in paths]}))
+            assert caught.value.errno == errno.ENOSPC
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        pytest.skip(f"a file system of its own cannot be mounted here: {error}")
+
+
 @pytest.mark.parametrize("has_rates", [True, False])
 def test_a_disk_too_small_for_the_plan_is_refused_with_both_numbers(tmp_path, has_rates):
     try:

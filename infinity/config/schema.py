@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from infinity.config.section import AutoBytes, Bytes, Directory, Number, Section, Whole
 from infinity.kinds import Tier
-from infinity.sizes import SECTOR_BYTES, MiB
+from infinity.sizes import SECTOR_BYTES, GiB, MiB
 
 CHUNK_GRANULE_BYTES = 2048 * 4
 """A chunk is a multiple of 2048 elements, and its states are fp32."""
@@ -69,7 +69,7 @@ class Nvme(Section):
     """Directories, one per drive: strings, or tables of path, weight and max_bytes. Relative ones start at this file's folder. None: no NVMe tier."""
 
     block_size: Bytes = MiB
-    """Largest single request handed to the kernel: a multiple of 4096, at least 4KiB. Smaller costs system calls, larger adds latency."""
+    """Largest single request handed to the kernel: a multiple of 4096, 4KiB to 1GiB. Smaller costs system calls, larger adds latency."""
 
     queue_depth: Whole = Field(32, ge=1, le=1024)
     """Requests in flight per worker, 1 to 1024. Past the drive's own depth more only adds latency."""
@@ -89,6 +89,8 @@ class Nvme(Section):
         if value < SECTOR_BYTES or value % SECTOR_BYTES:
             nearest = max(SECTOR_BYTES, value // SECTOR_BYTES * SECTOR_BYTES)
             raise ValueError(f"{value} is not a multiple of {SECTOR_BYTES}, which direct I/O needs. Try {nearest}.")
+        if value > GiB:
+            raise ValueError(f"{value} is more than the kernel takes at once: at most {GiB}, 1GiB. Try 1MiB.")
         return value
 
     @field_validator("paths")

@@ -130,6 +130,7 @@ def test_a_mapping_is_not_changed_by_overrides():
         ({"nvme": {"paths": [{"path": "x", "wight": 2}]}}, "nvme.paths[0].wight: no such key; did you mean weight?"),
         ({"nvme": 5}, "nvme = 5: is a section: write [nvme]"),
         ({"nvme": {"block_size": 5000}}, "nvme.block_size = 5000: 5000 is not a multiple of 4096, which direct I/O needs. Try 4096."),
+        ({"nvme": {"block_size": "2GiB"}}, "2147483648 is more than the kernel takes at once: at most 1073741824"),
         ({"nvme": {"block_size": True}}, "nvme.block_size = true"),
         ({"nvme": {"queue_depth": 0}}, "nvme.queue_depth = 0"),
         ({"nvme": {"queue_depth": True}}, "true and false are not numbers"),

@@ -48,7 +48,7 @@ paths = st.one_of(path_tables(), path_tables(weight=numbers))
 @given(
     cpu=st.one_of(st.just("auto"), sizes),
     paths=paths,
-    block=st.integers(1, 1 << 20).map(lambda blocks: blocks * 4096),
+    block=st.integers(1, 1 << 18).map(lambda blocks: blocks * 4096),
     lr=numbers,
     norm=st.one_of(st.none(), numbers),
     classes=st.lists(names),
