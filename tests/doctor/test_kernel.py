@@ -91,11 +91,6 @@ def test_a_refused_context_is_a_warning_that_names_the_call(monkeypatch, code, w
     assert f"io_setup(2) is refused ({errno.errorcode[code]})" in found.found and way_out in found.way_out
 
 
-def test_a_block_that_no_engine_takes_is_a_failure():
-    found = kernel.check_aio(load_config({"nvme": {"block_size": "2GiB"}}))
-    assert found.status is Status.FAILURE and "nvme.block_size" in found.way_out
-
-
 THP = "sys/kernel/mm/transparent_hugepage"
 ROLLUP = {"proc/self/smaps_rollup": "AnonHugePages:      0 kB"}
 
