@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import infinity
 from infinity import native
 from infinity.kinds import Group, Lane, Tier
 from infinity.storage.chunks import ChunkKey, ChunkSpec, Part
@@ -72,3 +75,70 @@ def io(
         pool.close()
 
     return functools.partial(move, Lane.NVME_READ), functools.partial(move, Lane.NVME_WRITE), pool.take, close
+
+
+class Job(Protocol):
+    """What a benchmark says of the run."""
+
+    lr: float
+    wd: float
+    accum: int
+    """Micro-steps in a step."""
+    nvme: str
+    """An empty directory on the drive."""
+    options: dict[str, dict[str, Any]]
+    """Sections of the configuration, laid over this one's."""
+
+
+def trainer(model_fn: Callable[[], nn.Module], args: Job) -> Trainer:
+    """bf16 with fp32 masters and moments, on the GPU where there is one; `model_fn` builds it there, so that it draws the same values."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    config: dict[str, dict[str, Any]] = {
+        "nvme": {"paths": [args.nvme]},
+        "store": {"resume": "never"},
+        "precision": {"dtype": "bf16"},
+        "optimizer": {"lr": args.lr, "weight_decay": args.wd},
+        "train": {"accumulation": args.accum},
+    }
+    for section, keys in args.options.items():
+        config[section] = {**config.get(section, {}), **keys}
+    with device:
+        model = model_fn()
+    return Trainer(infinity.initialize(model, {"device": str(device), **config}))
+
+
+class Trainer:
+    """One engine, stepped from outside. A model takes a batch of tokens and returns its loss."""
+
+    def __init__(self, engine: infinity.Engine) -> None:
+        self._engine = engine
+
+    def step(self, batches: Sequence[Tensor]) -> dict[str, float]:
+        """One optimizer step over its micro-batches: mean loss, and seconds of forward, backward and update, each waited for."""
+        seconds = {"fwd_s": 0.0, "bwd_s": 0.0, "opt_s": 0.0}
+        losses = []
+        for batch in batches:
+            loss = self._timed(seconds, "fwd_s", lambda batch=batch: self._engine.model(batch))
+            self._timed(seconds, "bwd_s", (loss / len(batches)).backward)
+            losses.append(loss.detach())
+        self._timed(seconds, "opt_s", self._update)
+        return {"loss": torch.stack(losses).mean().item(), **seconds}
+
+    def _update(self) -> None:
+        self._engine.optimizer.step()
+        self._engine.optimizer.zero_grad()
+
+    def _timed(self, seconds: dict[str, float], name: str, run: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = run()
+        self.sync()
+        seconds[name] += time.perf_counter() - start
+        return result
+
+    def sync(self) -> None:
+        """Wait for the device."""
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
+
+    def close(self) -> None:
+        self._engine.close()
