@@ -225,7 +225,7 @@ READ, WRITE, SYNC = int(lib.INF_READ), int(lib.INF_WRITE), int(lib.INF_SYNC)
 """Directions of a transfer."""
 
 TRANSFER = np.dtype([("offset", "<i8"), ("nbytes", "<u4"), ("direction", "<i4"), ("file", "<i4"), ("buffer", "<i4")])
-"""One of the transfers of `Aio.scatter`: `file` is an index into its descriptors, `buffer` -1 for the buffer of the slot it gets."""
+"""One of the transfers of `Aio.scatter`: `file` is an index into its descriptors, `buffer` -1 or -2 for the buffers of the slot it gets."""
 
 TIMING = np.dtype([("begun_ns", "<i8"), ("issued_ns", "<i8"), ("done_ns", "<i8"), ("depth", "<i8")])
 """What became of it, on CLOCK_MONOTONIC: taken up, with the kernel, over; and how many were under way then. 0: never begun."""
@@ -346,7 +346,7 @@ class Aio:
         return self._submit(lib.INF_WRITE, fd, offset, address, nbytes, keep)
 
     def slots(self) -> int:
-        """Buffers that `scatter` needs for transfers that take the buffer of their slot."""
+        """Buffers that `scatter` needs for transfers with buffer -1; those with -2 take as many again behind them."""
         return int(lib.inf_aio_slots(self._live(), lib.INF_READ))
 
     def scatter(

@@ -110,6 +110,14 @@ static void drop_engine(inf_aio *aio)
 	free(aio);
 }
 
+/* A worker with a context has queue_depth blocks, one without has one. */
+static int count_slots(const struct inf_aio_options *options, int direction)
+{
+	int with_context = options->backend->setup ? options->workers[direction] * options->queue_depth : 0;
+
+	return with_context + (options->backend->setup && !options->fallback ? 0 : inf_sync_workers(options, direction));
+}
+
 static inf_aio *new_engine(const struct inf_aio_options *options)
 {
 	inf_aio *aio = calloc(1, sizeof(*aio));
@@ -119,6 +127,7 @@ static inf_aio *new_engine(const struct inf_aio_options *options)
 		struct lane *lane = &aio->lanes[direction];
 
 		lane->room = inf_sync_workers(options, direction);
+		lane->slot_bound = count_slots(options, direction);
 		lane->workers = calloc((size_t) lane->room, sizeof(*lane->workers));
 		room = lane->workers;
 	}
@@ -316,7 +325,7 @@ static bool good_transfers(const struct inf_scatter *s)
 
 		if ((!moves && t->direction != INF_SYNC) || moves != (t->nbytes > 0) || t->file < 0 || t->file >= s->files)
 			return false;
-		if (t->offset < 0 || t->offset > INT64_MAX - (int64_t) t->nbytes || t->nbytes > s->stride)
+		if (t->offset < 0 || t->offset > INT64_MAX - (int64_t) t->nbytes || t->nbytes > s->stride || t->buffer < -2)
 			return false;
 	}
 	return true;
@@ -349,10 +358,7 @@ int inf_aio_submit_scatter(inf_aio *aio, int lane, const struct inf_scatter *sca
 
 int inf_aio_slots(inf_aio *aio, int lane)
 {
-	const struct inf_aio_options *options = &aio->options;
-	int asynchronous = options->backend->setup ? options->workers[lane] * options->queue_depth : 0;
-
-	return asynchronous + (options->backend->setup && !options->fallback ? 0 : inf_sync_workers(options, lane));
+	return lane == INF_READ || lane == INF_WRITE ? aio->lanes[lane].slot_bound : -EINVAL;
 }
 
 /* The first failure is the one reported; what is not dealt out yet is not started. */

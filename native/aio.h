@@ -86,6 +86,7 @@ struct lane {
 	int room;                       /* entries in workers */
 	int alive;                      /* started and not abandoned */
 	int slots;                      /* blocks of the workers started */
+	int slot_bound;                 /* the most they can become */
 	int out;                        /* blocks dealt out and not finished */
 };
 

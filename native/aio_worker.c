@@ -75,7 +75,7 @@ static void cut_transfer(struct worker *worker, struct inf_request *request, str
 {
 	const struct inf_scatter *scatter = &request->scatter;
 	const struct inf_transfer *transfer = &scatter->transfers[request->cut];
-	int slot = worker->first_slot + (int) (block - worker->blocks);
+	int slot = worker->first_slot + (int) (block - worker->blocks) + (transfer->buffer == -2 ? worker->lane->slot_bound : 0);
 
 	block->file = request->files[transfer->file];
 	block->direction = transfer->direction;
@@ -330,6 +330,8 @@ static void run_asynchronously(struct worker *worker)
 		for (int i = 0; i < got && !worker->abandoned; i++) {
 			worker->in_flight--;
 			complete_block(worker, (struct block *) (uintptr_t) worker->events[i].data, (long) worker->events[i].res);
+			if (!worker->abandoned)
+				fill_queue(worker);     /* one out, one in: what came back together is not waited for by the queue */
 		}
 	}
 }

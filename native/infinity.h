@@ -117,7 +117,7 @@ struct inf_transfer {
 	uint32_t nbytes;                /* handed to the kernel in one piece, block_bytes or not */
 	int32_t direction;
 	int32_t file;                   /* index into fds */
-	int32_t buffer;                 /* it moves address + buffer * stride; -1: the buffer of the slot it gets */
+	int32_t buffer;                 /* it moves address + buffer * stride; -1: the buffer of the slot it gets, -2: that slot's second one */
 };
 
 /* What became of it, CLOCK_MONOTONIC; all 0 when it was not begun. Without asynchronous calls issued_ns is begun_ns. */
@@ -146,7 +146,7 @@ struct inf_scatter {
  * the failed transfer's file, and that transfer has begun_ns and no done_ns.
  */
 int inf_aio_submit_scatter(inf_aio *aio, int lane, const struct inf_scatter *scatter, inf_request **request);
-/* Slots that the threads of a lane have: a scattered request with buffer -1 needs as many buffers. */
+/* Slots that the threads of a lane have: a scattered request with buffer -1 needs as many buffers, with -2 as many again behind them. */
 int inf_aio_slots(inf_aio *aio, int lane);
 /* Finishes everything, then stops. Does nothing in a forked child. */
 void inf_aio_close(inf_aio *aio);

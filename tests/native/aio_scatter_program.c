@@ -150,9 +150,11 @@ static void both_directions_share_one_depth_and_the_buffers_of_its_slots(void)
 	inf_aio *aio = open_single(&backend, 60 * SECOND);
 	CHECK(inf_aio_slots(aio, INF_READ) == DEPTH);
 	plan(INF_READ, -1);
-	for (int i = 0; i < COUNT; i += 2)
+	for (int i = 0; i < COUNT; i += 2) {
 		transfers[i].direction = INF_WRITE;
-	memset(memory + DEPTH * STRIDE, 77, STRIDE);
+		transfers[i].buffer = -2;
+	}
+	memset(memory + DEPTH * STRIDE, 77, (DEPTH + 1) * STRIDE);
 	scatter.count = COUNT / 2;
 	CHECK(inf_aio_submit_scatter(aio, INF_READ, &scatter, &requests[0]) == 0);
 	scatter.transfers += COUNT / 2;         /* the structure is ours again */
@@ -165,8 +167,9 @@ static void both_directions_share_one_depth_and_the_buffers_of_its_slots(void)
 	check_timings(DEPTH);
 	CHECK(atomic_load(&in_flight) == 0 && atomic_load(&deepest) <= DEPTH);
 	CHECK(timings[COUNT - 1].depth > 1);                    /* the queue did not run dry between the two */
-	for (int i = 0; i < STRIDE; i++)
-		CHECK(memory[DEPTH * STRIDE + i] == 77);        /* no slot beyond the last */
+	for (int i = 0; i < (DEPTH + 1) * STRIDE; i++)
+		CHECK(memory[DEPTH * STRIDE + i] == 77);        /* reads keep to the first buffers, no slot lies beyond the last */
+	CHECK(pread(fd, memory, PAGE, 0) == PAGE && memory[0] == 77 && memory[PAGE - 1] == 77); /* what was written came from the second ones */
 	inf_aio_close(aio);
 	close(fd);
 }
@@ -314,7 +317,7 @@ static void impossible_ones_are_refused(void)
 {
 	const struct inf_transfer bad[] = {
 		{.nbytes = PAGE, .direction = 3}, {.nbytes = PAGE, .offset = -1}, {.nbytes = 0}, {.nbytes = STRIDE + 1}, {.nbytes = PAGE, .file = 1},
-		{.nbytes = PAGE, .file = -1}, {.nbytes = PAGE, .offset = INT64_MAX}, {.nbytes = PAGE, .direction = INF_SYNC},
+		{.nbytes = PAGE, .file = -1}, {.nbytes = PAGE, .buffer = -3}, {.nbytes = PAGE, .offset = INT64_MAX}, {.nbytes = PAGE, .direction = INF_SYNC},
 	};
 	int fd = new_file(0), closed = -1;
 	struct inf_scatter scatter = scatter_of(&fd);
