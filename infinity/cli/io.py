@@ -95,7 +95,7 @@ def format_rates(before: run.Progress | None, now: run.Progress, seconds: float)
 def help_text() -> str:
     """What `--help` says above its own options: every key, as fio names it."""
     lines = ["\b", "Jobs are given as to fio: --name=NAME begins a job, keys before the first --name hold for all jobs, words"]
-    lines += ["without dashes are job files. Blocks go through the I/O engine that training uses. Keys mean what they mean to", "fio:"]
+    lines += ["without dashes are job files. Blocks go through the I/O engine that training uses. fio's keys, as fio means them:"]
     lines += ["", "\b"]
     for name, field in Job.model_fields.items():
         left = f"--{name}" if name in FLAGS else f"--{name}="

@@ -108,7 +108,7 @@ def clean(
     options_metavar="[--KEY=VALUE]...",
 )
 def io(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[JOBFILE]...", show_default=False)] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="JOBFILE", hidden=True)] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there.")] = None,
     output_format: Annotated[str, typer.Option(metavar="FORMAT", help="normal, or json with fio's field names.")] = "normal",
     destroy_data: Annotated[

@@ -86,7 +86,7 @@ class Layout:
     is_wanted: Callable[[], bool] = lambda: True
     """Asked while a file is laid out: False ends that with KeyboardInterrupt."""
     targets: dict[str, Target] = field(default_factory=dict)
-    _created: list[Path] = field(default_factory=list)
+    _touched: list[Target] = field(default_factory=list)
     _journals: list[Journal] = field(default_factory=list)
 
     def add(self, job: Job, clone: int) -> tuple[Place, ...]:
@@ -136,19 +136,19 @@ class Layout:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for target in self.targets.values():
-            if kind is not None and target.path in self._created:
-                target.path.unlink(missing_ok=True)
+        if kind is not None:
+            for target in self._touched:
+                _undo(target)
         for journal in self._journals:
             journal.close()
 
     def finish(self, filled: Iterable[Target]) -> None:
         """The run went well. `filled` are those that it wrote all over."""
         done = list(filled)
-        for target in self.targets.values():
+        for target in self._touched:
             if target.unlinks:
                 target.path.unlink(missing_ok=True)
-            elif target.changes and (target.path in self._created or target.mark is not None):
+            elif target.mark is not None:
                 _settle(target, any(other is target for other in done))
 
     def _check_space(self) -> None:
@@ -180,7 +180,8 @@ class Layout:
         if target.is_device or not target.changes:
             return
         if not target.exists:
-            self._create(target)
+            os.close(_open(target.path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        self._touched.append(target)
         if target.has_bytes < target.nbytes:
             target.is_fresh = True
             self._reserve(target)
@@ -194,11 +195,6 @@ class Layout:
         if target.mark is not None:
             target.mark.put(target.path)
 
-    def _create(self, target: Target) -> None:
-        fd = _open(target.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        os.close(fd)
-        self._created.append(target.path)
-
     def _reserve(self, target: Target) -> None:
         """Space is taken now, so that a full disk is known before anything is timed. Where that cannot be, writes find out."""
         fd = _open(target.path, os.O_RDWR)
@@ -211,10 +207,9 @@ class Layout:
 
     def _fill(self, target: Target) -> None:
         """Write noise all over it, in large direct blocks where the file system takes them, and sync."""
-        direct = os.O_DIRECT if target.direct else 0
-        fd = _open(target.path, os.O_RDWR | direct)
         whole = target.nbytes // MiB * MiB
         noise = Buffers("mmaphuge", MiB, _LAYOUT_DEPTH, seed=1)
+        fd = _open(target.path, os.O_RDWR | (os.O_DIRECT if target.direct else 0))
         under_way: deque[Request] = deque()
         try:
             with Aio(block_bytes=MiB, queue_depth=_LAYOUT_DEPTH) as aio:
@@ -335,6 +330,18 @@ def _fill_rest(target: Target, start: int, noise: Buffers) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _undo(target: Target) -> None:
+    """The run failed: a file that it made goes, one that it made longer is as long as before."""
+    with contextlib.suppress(OSError):
+        if not target.exists:
+            target.path.unlink(missing_ok=True)
+            return
+        if target.has_bytes < target.path.stat().st_size:
+            os.truncate(target.path, target.has_bytes)
+        if target.mark is not None:
+            _settle(target, False)
 
 
 def _settle(target: Target, is_filled: bool) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from infinity.errors import CapacityError
@@ -27,6 +28,8 @@ class Buffers:
         """`kind` as in Job.iomem. Raises CapacityError when the system has no more memory."""
         self.stride = stride
         self.nbytes = align_up(stride * count, SECTOR_BYTES)
+        if self.nbytes > psutil.virtual_memory().available:
+            raise CapacityError(f"{format_bytes(self.nbytes)} for {count} blocks of {format_bytes(stride)} are not free: lower iodepth or bs")
         try:
             self._owner, self.address = _allocate(kind, self.nbytes)
         except (MemoryError, OSError) as error:

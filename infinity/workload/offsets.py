@@ -153,6 +153,7 @@ class Pattern:
         self._rng = np.random.default_rng([0x696E66, clone])
         self._mix = _Mix(job, self._rng)
         self._writes = 0
+        self._write_buffer = -2 if job.reads and job.writes else -1
         self.restart()
 
     def restart(self) -> None:
@@ -165,14 +166,14 @@ class Pattern:
         return (_AtRandom if self._mix.only_size else _AtRandomOfManySizes)(nbytes, self._mix, self._rng)
 
     def take(self, count: int) -> NDArray[np.void]:
-        """About `count` TRANSFERs; none when the pass is over. Reads and writes have buffers apart: what was read is not written elsewhere."""
+        """About `count` TRANSFERs; none when the pass is over. A mixed job's writes have buffers apart, or they would write what was read."""
         share = max(count // max(len(self._open), 1), 1)
         parts = []
         for index in list(self._open):
             offsets, sizes, directions = self._open[index].take(share)
             if len(offsets) < share:
                 del self._open[index]
-            parts.append(_transfers(offsets, sizes, directions, index))
+            parts.append(_transfers(offsets, sizes, directions, index, self._write_buffer))
         if not parts:
             return np.zeros(0, TRANSFER)
         turns = np.concatenate([np.arange(len(part)) for part in parts])
@@ -189,8 +190,8 @@ class Pattern:
         return np.insert(transfers, after + 1, syncs)
 
 
-def _transfers(offsets: Ints, sizes: Ints, directions: Ints, file: int) -> NDArray[np.void]:
+def _transfers(offsets: Ints, sizes: Ints, directions: Ints, file: int, write_buffer: int) -> NDArray[np.void]:
     found = np.zeros(len(offsets), TRANSFER)
     found["offset"], found["nbytes"], found["direction"], found["file"] = offsets, sizes, directions, file
-    found["buffer"] = np.where(directions == READ, -1, -2)
+    found["buffer"] = np.where(directions == READ, -1, write_buffer)
     return found

@@ -105,7 +105,7 @@ class Clone:
             self._threads = thread_ids() - before
             stride = align_up(max(blocks.largest for blocks in job.blocks), SECTOR_BYTES)
             self._set = max(2 * job.depth, len(places), 16) if job.verify else 0
-            self._buffers = Buffers(job.iomem, stride, self._set * _QUEUED or 2 * self._aio.slots(), seed=clone)
+            self._buffers = Buffers(job.iomem, stride, self._set * _QUEUED or (1 + (job.reads and job.writes)) * self._aio.slots(), seed=clone)
             self._open = opening.pop_all()
         self._sets = deque(range(_QUEUED))
         self.result = CloneResult(text, job, clone, group, self._aio.backend, self._buffers.page_bytes(), tuple(places))
@@ -265,7 +265,8 @@ def _engine(job: Job) -> Aio:
         return Aio(block_bytes=largest, queue_depth=job.depth, backend=backends[0])
     except StorageError as error:
         if error.errno != errno.ENOENT:
-            raise
+            hint = f"job {job.name}: the kernel gives no context of iodepth={job.iodepth}. Raise fs.aio-max-nr, or lower iodepth or numjobs"
+            raise StorageError(error.errno or errno.EAGAIN, "kernel AIO", hint=hint) from error
         return Aio(block_bytes=largest, queue_depth=job.depth, backend=backends[1])
 
 

@@ -219,6 +219,24 @@ def running_words(disk: Path, *words: str):
     return read_words([f"--directory={disk}", "--name=a", *words])
 
 
+def test_a_failed_run_leaves_files_as_they_were_before(run, disk, monkeypatch):
+    needs_attributes(disk)
+    run("--rw=write", "--size=64k")
+    (disk / "empty").touch()
+    ours = (disk / "a.0.0").read_bytes()
+    monkeypatch.setattr(running, "_run_group", _fail)
+    with pytest.raises(StorageError):
+        run("--rw=read", "--size=300k", "--filename=a.0.0:empty:new")
+    assert names(disk) == ["a.0.0", "empty"]
+    assert ((disk / "a.0.0").stat().st_size, (disk / "empty").stat().st_size) == (len(ours), 0)
+    mark = Mark.of(disk / "a.0.0")
+    assert mark is not None and mark.mtime_ns is not None  # what changes it from now on shows
+
+
+def _fail(*_: object) -> None:
+    raise StorageError(5, "drive")
+
+
 # ---- killed runs ----
 
 

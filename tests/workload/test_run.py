@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import CapacityError, ConfigError, StorageError
 from infinity.native import READ, WRITE
 from infinity.workload import run as running
 from infinity.workload.jobfile import read_words
@@ -160,6 +160,17 @@ def test_another_block_size_and_a_file_without_headers_are_told_apart(run, disk)
 
 
 # ---- failures ----
+
+
+def test_more_memory_than_there_is_and_more_depth_than_the_kernel_gives_are_refused(run, disk):
+    with pytest.raises(CapacityError, match="lower iodepth or bs"):
+        run("--rw=write", "--bs=1g", "--size=1g", "--ioengine=libaio", "--iodepth=8192")
+    limit = int(Path("/proc/sys/fs/aio-max-nr").read_text())
+    if limit > 8 * 65536:
+        pytest.skip(f"the host gives {limit} events")
+    with pytest.raises(StorageError, match="Raise fs.aio-max-nr, or lower iodepth or numjobs"):
+        run("--rw=write", "--bs=512", "--size=64k", "--ioengine=libaio", "--iodepth=65536", "--numjobs=8", "--direct=0")
+    assert list(disk.iterdir()) == []
 
 
 def test_a_failed_block_ends_all_jobs_and_names_its_place(disk, monkeypatch):
