@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from infinity.cli.interrupt import INTERRUPTED, Interrupt
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.workload import run
 from infinity.workload.fio_json import render_json
 from infinity.workload.job import FLAGS, Job
@@ -42,7 +43,12 @@ def run_io(words: Sequence[str], *, output: Path | None, output_format: str, des
             line.show(progress)
             return not interrupt.requested
 
-        results = run.run_jobs(groups, destroy_data=destroy_data, say=line.say, watch=watch, is_wanted=lambda: not interrupt.requested)
+        try:
+            results = run.run_jobs(groups, destroy_data=destroy_data, say=line.say, watch=watch, is_wanted=lambda: not interrupt.requested)
+        except OSError as error:  # a path that the system does not even want to look at
+            if isinstance(error, InfinityError):
+                raise
+            raise StorageError(error.errno or errno.EIO, str(error.filename), hint=open_hint(error.errno)) from error
     text = render(results) if output_format == "normal" else render_json(results)
     if output is None:
         sys.stdout.write(text)
@@ -121,4 +127,4 @@ def _write_output(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StorageError(error.errno or 5, str(path), 0, len(text), open_hint(error.errno)) from error
+        raise StorageError(error.errno or errno.EIO, str(path), 0, len(text), open_hint(error.errno)) from error

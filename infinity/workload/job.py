@@ -21,6 +21,9 @@ FLAGS = frozenset({"time_based"})
 
 FULL_PERCENT = 100
 
+MAX_BLOCK_BYTES = 1 << 30
+"""The engine's largest transfer."""
+
 
 class Blocks(NamedTuple):
     """The block sizes of one direction and how often each is drawn."""
@@ -215,8 +218,8 @@ class Job(Section):
             raise ValueError("time_based needs a runtime")
         largest = max(blocks.largest for blocks in self.blocks)
         smallest = min(blocks.smallest for blocks in self.blocks)
-        if not smallest or largest >= 1 << 31:
-            raise ValueError(f"a block of {smallest if not smallest else largest} bytes: 1 byte to 2 GiB - 1")
+        if not smallest or largest > MAX_BLOCK_BYTES:
+            raise ValueError(f"a block of {smallest if not smallest else largest} bytes: the engine takes 1 byte to 1 GiB")
         if self.size is not None and self.size // max(len(self.filename), 1) < largest:
             raise ValueError(f"size={self.size} is too small for a block of {largest} bytes in each of {max(len(self.filename), 1)} files")
         if self.verify and self.writes and self.filename and self.numjobs > 1:

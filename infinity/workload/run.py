@@ -53,8 +53,10 @@ class CloneResult:
     """From the first block to the last, without ramp time."""
     is_covered: bool = False
     """A whole pass was done."""
-    moved: int = 0
-    """Bytes so far, ramp time included: for whoever watches."""
+    moved: dict[int, int] = field(default_factory=lambda: {READ: 0, WRITE: 0})
+    """Bytes of each direction so far, ramp time included: for whoever watches."""
+    blocks: int = 0
+    """As many blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,9 @@ class Clone:
                 stats.add(transfers, timings, start_ns=start_ns, is_async=self._is_async)
                 moving |= set(np.unique(transfers["direction"]).tolist())
             moved += int(transfers["nbytes"].sum())
-            self.result.moved += int(transfers["nbytes"].sum())
+            for direction in self.result.moved:
+                self.result.moved[direction] += int(transfers["nbytes"][transfers["direction"] == direction].sum())
+            self.result.blocks += len(transfers)
         for direction in moving - {SYNC}:
             assert stats is not None
             stats.directions[direction].elapsed_ns += last_ns - start_ns
@@ -230,8 +234,9 @@ class Clone:
 
     def _check(self, transfers: NDArray[np.void], number: int | None) -> None:
         reads_back = number is not None or not self.job.writes
-        if self.job.writes and number is None:
-            self._written.append(transfers[transfers["direction"] == WRITE].copy())
+        written = transfers[transfers["direction"] == WRITE]
+        if number is None and len(written):
+            self._written.append(written)
         for row in transfers if reads_back else ():
             if wrong := flaw(self._block(row), int(row["offset"]), number):
                 path = self._places[int(row["file"])].target.path
@@ -360,16 +365,15 @@ def _run_threads(clones: Sequence[Clone], stop: threading.Event, watch: Callable
 def _progress(clones: Sequence[Clone], elapsed_s: float) -> Progress:
     total_s = max(clone.job.ramp_time + clone.job.runtime for clone in clones)
     wanted = sum(place.nbytes for clone in clones for place in clone.result.places)
-    moved = sum(clone.result.moved for clone in clones)
-    sums = {direction: sum(clone.result.stats.directions[direction].nbytes for clone in clones) for direction in (READ, WRITE)}
-    share = elapsed_s / total_s if total_s and any(clone.job.time_based for clone in clones) else moved / max(wanted, 1)
+    sums = {direction: sum(clone.result.moved[direction] for clone in clones) for direction in (READ, WRITE)}
+    share = elapsed_s / total_s if total_s and any(clone.job.time_based for clone in clones) else sum(sums.values()) / max(wanted, 1)
     return Progress(
         jobs=len(clones),
         elapsed_s=elapsed_s,
         total_s=total_s,
         read_bytes=sums[READ],
         write_bytes=sums[WRITE],
-        ios=sum(clone.result.stats.ios for clone in clones),
+        ios=sum(clone.result.blocks for clone in clones),
         share=min(share, 1.0),
     )
 

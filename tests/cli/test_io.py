@@ -178,6 +178,7 @@ def test_json_is_consistent_in_itself(disk):
         (["--name=a", "--size=1m", "--output-format=terse"], 2, "choose normal or json"),
         (["--name=a", "--size=100t"], 1, "are to be laid out"),
         (["--name=a", "--filename=mine", "--rw=write"], 2, "--destroy-data"),
+        (["--name=a", "--size=1m", f"--directory={'x' * 300}"], 1, "File name too long"),
     ],
 )
 def test_what_cannot_work_is_one_line_an_exit_code_and_nothing_left(disk, tmp_path, words, code, said):

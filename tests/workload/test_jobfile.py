@@ -106,6 +106,7 @@ def test_a_job_of_one_direction_has_the_sizes_of_that_direction():
         ("[a]\nbssplit=4k/60:8k/30", "add up to 90, not to 100"),
         ("[a]\nbs=1k,2k,3k", "has a part for trims"),
         ("[a]\nbs=0", "a block of 0 bytes"),
+        ("[a]\nbs=2g", "a block of 2147483648 bytes: the engine takes 1 byte to 1 GiB"),
         ("\n[a]\ntime_based", ":2: job a: time_based needs a runtime"),
         ("[a]\nsize=4k\nbs=8k", ":1: job a: size=4096 is too small for a block of 8192 bytes"),
         ("[a]\nverify=crc32c\nrw=write\nnumjobs=2\nfilename=x", "verify needs a file for each clone"),

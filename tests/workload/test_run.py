@@ -64,7 +64,7 @@ def test_clones_have_files_of_their_own_over_the_directories_and_named_files_are
 def test_time_based_goes_round_and_runtime_alone_ends_early(run):
     (result,) = run("--rw=randread", "--size=64k", "--time_based", "--runtime=200ms", "--ramp_time=100ms", "--ioengine=libaio", "--iodepth=4")
     assert result.stats.directions[READ].nbytes > 64 << 10
-    assert result.moved > result.stats.directions[READ].nbytes  # what the ramp moved is not counted
+    assert result.moved[READ] > result.stats.directions[READ].nbytes  # what the ramp moved is not counted
     (result,) = run("--rw=write", "--bs=4k", "--size=1g", "--runtime=50ms")
     assert 0 < result.stats.directions[WRITE].nbytes < 1 << 30
     assert not result.is_covered
@@ -114,6 +114,12 @@ def test_what_was_written_is_read_back_and_checked(run, rw):
     (result,) = run(*words)
     written, read = (result.stats.directions[direction].nbytes for direction in (WRITE, READ))
     assert written > 0 and (read == written or rw == "randrw")
+
+
+def test_a_request_without_writes_does_not_end_the_reading_back(run):
+    (result,) = run("--rw=rw", "--rwmixread=97", "--size=2m", "--verify=crc32c")
+    written, read = (result.stats.directions[direction].nbytes for direction in (WRITE, READ))
+    assert 0 < written and read == (2 << 20)  # what was read in the mix, and what was written and read back
 
 
 @pytest.mark.parametrize("at", [0, 9, 45, 2000, 4095])
