@@ -12,7 +12,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from infinity._native import ffi, lib
@@ -226,6 +228,15 @@ class Mapping:
 
 # ---- disk ----
 
+READ, WRITE, SYNC = int(lib.INF_READ), int(lib.INF_WRITE), int(lib.INF_SYNC)
+"""Directions of a transfer."""
+
+TRANSFER = np.dtype([("offset", "<i8"), ("nbytes", "<u4"), ("direction", "<i4"), ("file", "<i4"), ("buffer", "<i4")])
+"""One of the transfers of `Aio.scatter`: `file` is an index into its descriptors, `buffer` -1 or -2 for the buffers of the slot it gets."""
+
+TIMING = np.dtype([("begun_ns", "<i8"), ("issued_ns", "<i8"), ("done_ns", "<i8"), ("depth", "<i8")])
+"""What became of it, on CLOCK_MONOTONIC: taken up, with the kernel, over; and how many were under way then. 0: never begun."""
+
 _SLICE_NS = 200_000_000  # a wait looks at Python's signals this often, so that Ctrl-C works
 
 _lost: list[Request] = []
@@ -341,6 +352,37 @@ class Aio:
         """Starts writing `nbytes` from memory at `address` to `offset` of `fd`."""
         return self._submit(lib.INF_WRITE, fd, offset, address, nbytes, keep)
 
+    def slots(self) -> int:
+        """Buffers that `scatter` needs for transfers with buffer -1; those with -2 take as many again behind them."""
+        return int(lib.inf_aio_slots(self._live(), lib.INF_READ))
+
+    def scatter(
+        self,
+        fds: Sequence[int],
+        transfers: NDArray[np.void],  # [n] TRANSFER
+        timings: NDArray[np.void],  # [n] TIMING, filled in as transfers are done
+        address: int,
+        stride: int,
+        *,
+        until_ns: int = 0,
+        keep: object = None,
+    ) -> Request:
+        """Starts many small transfers, in their order, through the reading threads whatever their direction: `address + buffer * stride` each.
+
+        The queue depth is kept over the end of one request and the start of the next. None begins after `until_ns` (0: no limit);
+        what is left then has no timing. After a failure, the failed transfer is the one begun and not done.
+        """
+        assert transfers.dtype == TRANSFER and timings.dtype == TIMING and len(transfers) == len(timings)
+        timings[:] = np.zeros((), TIMING)
+        scatter = ffi.new("struct inf_scatter *")
+        files, rows, stamps = ffi.new("int[]", list(fds)), ffi.from_buffer(transfers), ffi.from_buffer(timings, require_writable=True)
+        scatter.fds, scatter.files, scatter.count = files, len(fds), len(transfers)
+        scatter.transfers, scatter.timings = ffi.cast("struct inf_transfer *", rows), ffi.cast("struct inf_timing *", stamps)
+        scatter.address, scatter.stride, scatter.until_ns = ffi.cast("void *", address), stride, until_ns
+        place = ffi.new("inf_request **")
+        _check(lib.inf_aio_submit_scatter(self._live(), lib.INF_READ, scatter, place), f"{len(transfers)} transfers")
+        return self._started(place, (keep, files, rows, stamps))
+
     def close(self) -> None:
         """Finishes what is under way, then ends the threads; a second call does nothing."""
         handle, self._handle = self._handle, None
@@ -366,6 +408,9 @@ class Aio:
         place = ffi.new("inf_request **")
         what = f"{'write' if direction == lib.INF_WRITE else 'read'} of {nbytes} bytes at {offset}"
         _check(lib.inf_aio_submit(self._live(), direction, fd, offset, ffi.cast("void *", address), nbytes, place), what)
+        return self._started(place, keep)
+
+    def _started(self, place: Any, keep: object) -> Request:
         request = Request(self, ffi.gc(place[0], lib.inf_request_release), keep)
         self._pending.add(request)
         return request

@@ -92,7 +92,7 @@ static bool reap_workers(inf_aio *aio)
 			inf_worker_free(&lane->workers[i]);
 		}
 		if (all)
-			lane->count = lane->alive = 0;
+			lane->count = lane->alive = lane->slots = 0;
 	}
 	return all;
 }
@@ -110,6 +110,14 @@ static void drop_engine(inf_aio *aio)
 	free(aio);
 }
 
+/* A worker with a context has queue_depth blocks, one without has one. */
+static int count_slots(const struct inf_aio_options *options, int direction)
+{
+	int with_context = options->backend->setup ? options->workers[direction] * options->queue_depth : 0;
+
+	return with_context + (options->backend->setup && !options->fallback ? 0 : inf_sync_workers(options, direction));
+}
+
 static inf_aio *new_engine(const struct inf_aio_options *options)
 {
 	inf_aio *aio = calloc(1, sizeof(*aio));
@@ -119,6 +127,7 @@ static inf_aio *new_engine(const struct inf_aio_options *options)
 		struct lane *lane = &aio->lanes[direction];
 
 		lane->room = inf_sync_workers(options, direction);
+		lane->slot_bound = count_slots(options, direction);
 		lane->workers = calloc((size_t) lane->room, sizeof(*lane->workers));
 		room = lane->workers;
 	}
@@ -228,47 +237,128 @@ static void dequeue(struct inf_request *request)
 	request->next = NULL;
 }
 
-int inf_aio_submit(inf_aio *aio, int direction, int fd, int64_t offset, void *address, size_t nbytes, inf_request **result)
+/* Negative: the descriptor is no good. */
+static int look_at(int fd, struct file *file)
 {
-	struct inf_request *request;
-	int flags;
+	int flags = fcntl(fd, F_GETFL);
 
-	if (forked(aio))
-		return -ECHILD;
-	if ((direction != INF_READ && direction != INF_WRITE) || offset < 0 || nbytes > INT64_MAX - (size_t) offset)
-		return -EINVAL;
-	flags = fcntl(fd, F_GETFL);
 	if (flags < 0)
 		return -errno;
-	request = calloc(1, sizeof(*request));
+	*file = (struct file) {.fd = fd, .grain = flags & O_DIRECT ? 4096 : 1};
+	return 0;
+}
+
+static void free_request(struct inf_request *request)
+{
+	pthread_cond_destroy(&request->done);
+	free(request->files);
+	free(request);
+}
+
+static struct inf_request *new_request(inf_aio *aio, int direction, int64_t offset, void *address, size_t whole)
+{
+	struct inf_request *request = calloc(1, sizeof(*request));
+
 	if (!request)
-		return -ENOMEM;
+		return NULL;
 	*request = (struct inf_request) {
-		.aio = aio, .direction = direction, .fd = fd, .offset = offset, .address = address, .nbytes = nbytes, .grain = flags & O_DIRECT ? 4096 : 1,
+		.aio = aio, .direction = direction, .offset = offset, .address = address, .whole = whole,
 		.references = 2,                /* the handle, and the engine until it finishes */
 		.outcome.failed_offset = -1,
 	};
 	init_condition(&request->done);
+	return request;
+}
+
+/* The engine takes the request over, or it is freed. */
+static int start_request(struct inf_request *request, inf_request **result)
+{
+	inf_aio *aio = request->aio;
 
 	pthread_mutex_lock(&aio->mutex);
 	if (aio->closing) {
 		pthread_mutex_unlock(&aio->mutex);
-		pthread_cond_destroy(&request->done);
-		free(request);
+		free_request(request);
 		return -ESHUTDOWN;
 	}
 	__atomic_add_fetch(&aio->references, 1, __ATOMIC_RELAXED);
 	aio->unfinished++;
 	request->outcome.started_ns = inf_now_ns();
-	if (!aio->lanes[direction].alive)
-		inf_request_fail(request, -EIO, offset);        /* every worker waits for a drive that does not answer */
-	if (request->outcome.error || !nbytes)
+	if (!aio->lanes[request->direction].alive)
+		inf_request_fail(request, -EIO, request->offset);       /* every worker waits for a drive that does not answer */
+	if (request->outcome.error || !request->whole)
 		inf_request_finish(request);
 	else
 		enqueue(aio, request);
 	*result = request;
 	pthread_mutex_unlock(&aio->mutex);
 	return 0;
+}
+
+int inf_aio_submit(inf_aio *aio, int direction, int fd, int64_t offset, void *address, size_t nbytes, inf_request **result)
+{
+	struct inf_request *request;
+	struct file file;
+	int error;
+
+	if (forked(aio))
+		return -ECHILD;
+	if ((direction != INF_READ && direction != INF_WRITE) || offset < 0 || nbytes > INT64_MAX - (size_t) offset)
+		return -EINVAL;
+	error = look_at(fd, &file);
+	if (error)
+		return error;
+	request = new_request(aio, direction, offset, address, nbytes);
+	if (!request)
+		return -ENOMEM;
+	request->file = file;
+	return start_request(request, result);
+}
+
+/* ---- scattered requests ---- */
+
+static bool good_transfers(const struct inf_scatter *s)
+{
+	for (size_t i = 0; i < s->count; i++) {
+		const struct inf_transfer *t = &s->transfers[i];
+		bool moves = t->direction == INF_READ || t->direction == INF_WRITE;
+
+		if ((!moves && t->direction != INF_SYNC) || moves != (t->nbytes > 0) || t->file < 0 || t->file >= s->files)
+			return false;
+		if (t->offset < 0 || t->offset > INT64_MAX - (int64_t) t->nbytes || t->nbytes > s->stride || t->buffer < -2)
+			return false;
+	}
+	return true;
+}
+
+int inf_aio_submit_scatter(inf_aio *aio, int lane, const struct inf_scatter *scatter, inf_request **result)
+{
+	struct inf_request *request;
+	int error = 0;
+
+	if (forked(aio))
+		return -ECHILD;
+	if ((lane != INF_READ && lane != INF_WRITE) || scatter->files < 1 || !good_transfers(scatter))
+		return -EINVAL;
+	request = new_request(aio, lane, 0, scatter->address, scatter->count);
+	if (!request)
+		return -ENOMEM;
+	request->scatter = *scatter;
+	request->files = calloc((size_t) scatter->files, sizeof(*request->files));
+	if (!request->files)
+		error = -ENOMEM;
+	for (int i = 0; i < scatter->files && !error; i++)
+		error = look_at(scatter->fds[i], &request->files[i]);
+	if (error) {
+		free_request(request);
+		return error;
+	}
+	return start_request(request, result);
+}
+
+int inf_aio_slots(inf_aio *aio, int lane)
+{
+	return lane == INF_READ || lane == INF_WRITE ? aio->lanes[lane].slot_bound : -EINVAL;
 }
 
 /* The first failure is the one reported; what is not dealt out yet is not started. */
@@ -296,6 +386,14 @@ void inf_request_finish(struct inf_request *request)
 	inf_request_drop(request);
 }
 
+void inf_request_curtail(struct inf_request *request)
+{
+	dequeue(request);
+	request->whole = request->cut;
+	if (!request->outstanding)
+		inf_request_finish(request);
+}
+
 /* The engine outlives this call: the caller holds the mutex in its memory, and a reference. */
 void inf_request_drop(struct inf_request *request)
 {
@@ -303,8 +401,7 @@ void inf_request_drop(struct inf_request *request)
 
 	if (--request->references)
 		return;
-	pthread_cond_destroy(&request->done);
-	free(request);
+	free_request(request);
 	__atomic_sub_fetch(&aio->references, 1, __ATOMIC_ACQ_REL);
 }
 

@@ -15,15 +15,21 @@
 #include "aio_backend.h"
 #include "internal.h"
 
+struct file {
+	int fd;
+	size_t grain;                   /* a short transfer resumes at a multiple of this: 4096 under O_DIRECT, else 1 */
+};
+
 struct inf_request {
 	inf_aio *aio;
-	int direction;
-	int fd;
+	int direction;                  /* the lane */
+	struct file file;               /* one extent of this file, or */
 	int64_t offset;
 	char *address;
-	size_t nbytes;
-	size_t grain;                   /* a short transfer resumes at a multiple of this: 4096 under O_DIRECT, else 1 */
-	size_t cut;                     /* bytes already dealt out as blocks */
+	struct file *files;             /* transfers of these, NULL for an extent */
+	struct inf_scatter scatter;
+	size_t whole;                   /* bytes of the extent, or transfers */
+	size_t cut;                     /* of those, already dealt out as blocks */
 	int outstanding;                /* blocks dealt out and not finished */
 	int references;
 	bool queued;
@@ -33,11 +39,15 @@ struct inf_request {
 	struct inf_request *next;
 };
 
-/* One transfer: at most block_bytes of one request. */
+/* One transfer: at most block_bytes of an extent, or one of a scattered request. */
 struct block {
 	struct iocb iocb;
 	struct inf_request *request;    /* NULL: free */
-	size_t start;                   /* in the request */
+	struct inf_timing *timing;      /* NULL: nobody asks */
+	struct file file;
+	int direction;
+	int64_t offset;
+	char *address;
 	size_t nbytes;
 	size_t moved;
 	int stalls;                     /* transfers in a row that moved less than a grain */
@@ -59,6 +69,7 @@ struct worker {
 	aio_context_t context;
 	int event_fd;                   /* -1: none. Completions and new requests ring it */
 	int in_flight;                  /* blocks the kernel has */
+	int first_slot;                 /* number of blocks[0] among the slots of the lane */
 	int depth;                      /* entries in blocks and in events */
 	struct block *blocks;
 	struct io_event *events;
@@ -74,6 +85,9 @@ struct lane {
 	int count;                      /* started */
 	int room;                       /* entries in workers */
 	int alive;                      /* started and not abandoned */
+	int slots;                      /* blocks of the workers started */
+	int slot_bound;                 /* the most they can become */
+	int out;                        /* blocks dealt out and not finished */
 };
 
 struct inf_aio {
@@ -88,6 +102,7 @@ struct inf_aio {
 	bool closing;                   /* no new requests */
 	bool stopping;                  /* workers leave when they have nothing in flight */
 	bool watching;
+	bool dozing;                    /* the watchdog sleeps until a block goes out */
 	int unfinished;                 /* requests */
 	int held;                       /* blocks that may not come back */
 	pthread_t watchdog;
@@ -105,6 +120,7 @@ static inline int64_t inf_now_ns(void)
 /* aio.c, mutex held */
 void inf_request_fail(struct inf_request *request, int error, int64_t offset);
 void inf_request_finish(struct inf_request *request);
+void inf_request_curtail(struct inf_request *request);  /* what is not dealt out yet is left out */
 void inf_request_drop(struct inf_request *request);
 
 /* aio_worker.c */

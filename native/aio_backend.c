@@ -21,8 +21,12 @@ static const struct timespec at_once = {0, 0};
 
 static ssize_t plain_transfer(int direction, int fd, void *address, size_t nbytes, int64_t offset)
 {
-	ssize_t got = direction == INF_READ ? pread(fd, address, nbytes, offset) : pwrite(fd, address, nbytes, offset);
+	ssize_t got;
 
+	if (direction == INF_SYNC)
+		got = fsync(fd);
+	else
+		got = direction == INF_READ ? pread(fd, address, nbytes, offset) : pwrite(fd, address, nbytes, offset);
 	return got < 0 ? -errno : got;
 }
 
@@ -42,9 +46,9 @@ static int kernel_submit(aio_context_t context, struct iocb *iocb)
 	return taken == 1 ? 0 : taken < 0 ? -errno : -EAGAIN;
 }
 
-static int kernel_reap(aio_context_t context, long most, struct io_event *events)
+static int kernel_reap(aio_context_t context, long least, long most, struct io_event *events)
 {
-	long got = syscall(SYS_io_getevents, context, 0L, most, events, &at_once);
+	long got = syscall(SYS_io_getevents, context, least, most, events, least ? NULL : &at_once);
 
 	return got < 0 ? -errno : (int) got;
 }
@@ -100,9 +104,9 @@ static int libaio_submit(aio_context_t context, struct iocb *iocb)
 	return taken == 1 ? 0 : taken < 0 ? taken : -EAGAIN;
 }
 
-static int libaio_reap(aio_context_t context, long most, struct io_event *events)
+static int libaio_reap(aio_context_t context, long least, long most, struct io_event *events)
 {
-	return libaio.io_getevents(context, 0, most, events, &at_once);
+	return libaio.io_getevents(context, least, most, events, least ? NULL : &at_once);
 }
 
 static int libaio_destroy(aio_context_t context)

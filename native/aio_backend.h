@@ -11,7 +11,8 @@ struct inf_backend {
 	const char *name;
 	int (*setup)(unsigned depth, aio_context_t *context);                   /* NULL: no asynchronous calls, use transfer */
 	int (*submit)(aio_context_t context, struct iocb *iocb);                /* one: 0 or -errno */
-	int (*reap)(aio_context_t context, long most, struct io_event *events); /* what is there, without waiting */
+	/* Waits until `least` are there, which may be none; answers how many were taken. */
+	int (*reap)(aio_context_t context, long least, long most, struct io_event *events);
 	int (*destroy)(aio_context_t context);
-	ssize_t (*transfer)(int direction, int fd, void *address, size_t nbytes, int64_t offset);
+	ssize_t (*transfer)(int direction, int fd, void *address, size_t nbytes, int64_t offset);      /* INF_SYNC: 0 or -errno */
 };

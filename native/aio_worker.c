@@ -55,30 +55,70 @@ static void finish_block(struct worker *worker, struct block *block)
 	block->request = NULL;
 	push(&worker->idle, block);
 	worker->aio->held--;
-	if (--request->outstanding == 0 && (request->cut == request->nbytes || request->outcome.error))
+	worker->lane->out--;
+	if (--request->outstanding == 0 && (request->cut == request->whole || request->outcome.error))
 		inf_request_finish(request);
 	inf_request_drop(request);
 }
 
+static void cut_extent(struct worker *worker, struct inf_request *request, struct block *block)
+{
+	block->file = request->file;
+	block->direction = request->direction;
+	block->offset = request->offset + (int64_t) request->cut;
+	block->address = request->address + request->cut;
+	block->nbytes = smaller(request->whole - request->cut, worker->aio->options.block_bytes);
+	request->cut += block->nbytes;
+}
+
+static void cut_transfer(struct worker *worker, struct inf_request *request, struct block *block)
+{
+	const struct inf_scatter *scatter = &request->scatter;
+	const struct inf_transfer *transfer = &scatter->transfers[request->cut];
+	int slot = worker->first_slot + (int) (block - worker->blocks) + (transfer->buffer == -2 ? worker->lane->slot_bound : 0);
+
+	block->file = request->files[transfer->file];
+	block->direction = transfer->direction;
+	block->offset = transfer->offset;
+	block->address = (char *) scatter->address + scatter->stride * (size_t) (transfer->buffer < 0 ? slot : transfer->buffer);
+	block->nbytes = transfer->nbytes;
+	block->timing = &scatter->timings[request->cut];
+	block->timing->begun_ns = block->timing->issued_ns = block->since_ns;
+	block->timing->depth = worker->lane->out;
+	request->cut++;
+}
+
+/* The head of the queue, once requests whose time is up have left it. */
+static struct inf_request *next_request(struct worker *worker, int64_t now_ns)
+{
+	struct inf_request *request;
+
+	while ((request = worker->lane->head) && request->scatter.until_ns && now_ns >= request->scatter.until_ns)
+		inf_request_curtail(request);
+	return request;
+}
+
 static struct block *cut_block(struct worker *worker)
 {
-	struct inf_request *request = worker->lane->head;
+	int64_t now_ns = worker->idle && worker->lane->head ? inf_now_ns() : 0;
+	struct inf_request *request = now_ns ? next_request(worker, now_ns) : NULL;
 	struct block *block = request ? pop(&worker->idle) : NULL;
 
 	if (!block)
 		return NULL;
-	*block = (struct block) {
-		.request = request, .start = request->cut, .nbytes = smaller(request->nbytes - request->cut, worker->aio->options.block_bytes),
-		.since_ns = inf_now_ns(),
-	};
+	*block = (struct block) {.request = request, .since_ns = now_ns};
 	if (!request->cut)
-		request->outcome.started_ns = block->since_ns;
-	request->cut += block->nbytes;
+		request->outcome.started_ns = now_ns;
 	request->outstanding++;
 	request->references++;
-	if (worker->aio->held++ == 0)
+	worker->lane->out++;
+	if (request->files)
+		cut_transfer(worker, request, block);
+	else
+		cut_extent(worker, request, block);
+	if (worker->aio->held++ == 0 && worker->aio->dozing)
 		pthread_cond_signal(&worker->aio->watch);
-	if (request->cut == request->nbytes) {
+	if (request->cut == request->whole) {
 		worker->lane->head = request->next;
 		if (!request->next)
 			worker->lane->tail = NULL;
@@ -99,12 +139,19 @@ static struct block *take_block(struct worker *worker)
 
 static int64_t block_offset(const struct block *block)
 {
-	return block->request->offset + (int64_t) (block->start + block->moved);
+	return block->offset + (int64_t) block->moved;
 }
 
 static void fail_block(struct worker *worker, struct block *block, int error)
 {
 	inf_request_fail(block->request, error, block_offset(block));
+	finish_block(worker, block);
+}
+
+static void succeed_block(struct worker *worker, struct block *block)
+{
+	if (block->timing)
+		block->timing->done_ns = inf_now_ns();
 	finish_block(worker, block);
 }
 
@@ -117,7 +164,7 @@ static void advance_block(struct worker *worker, struct block *block, size_t mov
 	size_t reached = block->moved + moved;
 
 	if (reached < block->nbytes)
-		reached -= reached % block->request->grain;
+		reached -= reached % block->file.grain;
 	if (moved == 0 || reached > block->nbytes || (reached == block->moved && ++block->stalls > MAX_STALLS)) {
 		fail_block(worker, block, -EIO);
 		return;
@@ -128,7 +175,7 @@ static void advance_block(struct worker *worker, struct block *block, size_t mov
 	}
 	block->moved = reached;
 	if (reached == block->nbytes)
-		finish_block(worker, block);
+		succeed_block(worker, block);
 	else
 		push(&worker->again, block);
 }
@@ -141,6 +188,8 @@ static void complete_block(struct worker *worker, struct block *block, long answ
 		push(&worker->again, block);
 	} else if (answer < 0) {
 		fail_block(worker, block, (int) answer);
+	} else if (block->direction == INF_SYNC) {
+		succeed_block(worker, block);
 	} else {
 		advance_block(worker, block, (size_t) answer);
 	}
@@ -149,13 +198,11 @@ static void complete_block(struct worker *worker, struct block *block, long answ
 /* Mutex held on both sides of the call, not during it. */
 static long transfer(struct worker *worker, struct block *block)
 {
-	struct inf_request *request = block->request;
-	size_t at = block->start + block->moved;
 	long answer;
 
 	pthread_mutex_unlock(&worker->aio->mutex);
-	answer = worker->backend->transfer(request->direction, request->fd, request->address + at, block->nbytes - block->moved,
-		request->offset + (int64_t) at);
+	answer = worker->backend->transfer(block->direction, block->file.fd, block->address + block->moved, block->nbytes - block->moved,
+		block_offset(block));
 	pthread_mutex_lock(&worker->aio->mutex);
 	return answer;
 }
@@ -164,17 +211,15 @@ static long transfer(struct worker *worker, struct block *block)
 
 static int submit(struct worker *worker, struct block *block)
 {
-	struct inf_request *request = block->request;
-	size_t at = block->start + block->moved;
 	int error;
 
 	memset(&block->iocb, 0, sizeof(block->iocb));
 	block->iocb.aio_data = (uintptr_t) block;
-	block->iocb.aio_lio_opcode = request->direction == INF_READ ? IOCB_CMD_PREAD : IOCB_CMD_PWRITE;
-	block->iocb.aio_fildes = (uint32_t) request->fd;
-	block->iocb.aio_buf = (uintptr_t) (request->address + at);
+	block->iocb.aio_lio_opcode = block->direction == INF_READ ? IOCB_CMD_PREAD : IOCB_CMD_PWRITE;
+	block->iocb.aio_fildes = (uint32_t) block->file.fd;
+	block->iocb.aio_buf = (uintptr_t) (block->address + block->moved);
 	block->iocb.aio_nbytes = block->nbytes - block->moved;
-	block->iocb.aio_offset = request->offset + (int64_t) at;
+	block->iocb.aio_offset = block_offset(block);
 	block->iocb.aio_flags = IOCB_FLAG_RESFD;
 	block->iocb.aio_resfd = (uint32_t) worker->event_fd;
 	worker->in_flight++;
@@ -183,6 +228,8 @@ static int submit(struct worker *worker, struct block *block)
 	pthread_mutex_lock(&worker->aio->mutex);
 	if (error)
 		worker->in_flight--;
+	else if (block->timing && !block->moved && !worker->abandoned)
+		block->timing->issued_ns = inf_now_ns();
 	return error;
 }
 
@@ -218,6 +265,14 @@ static void fill_queue(struct worker *worker)
 	int error;
 
 	while (!worker->refused && worker->backend->setup && (block = take_block(worker))) {
+		if (block->direction == INF_SYNC) {     /* kernel AIO has none on most file systems: other blocks stay under way meanwhile */
+			long answer = transfer(worker, block);
+
+			if (worker->abandoned)
+				return;
+			complete_block(worker, block, answer);
+			continue;
+		}
 		error = submit(worker, block);
 		if (worker->abandoned)
 			return;
@@ -230,8 +285,8 @@ static void fill_queue(struct worker *worker)
 	}
 }
 
-/* Sleeps until a completion or a new request rings, then collects. Mutex held on both sides of the call, not during it. */
-static int collect(struct worker *worker)
+/* Sleeps until a completion or a new request rings. Mutex held on both sides of the call, not during it. */
+static int collect_or_ring(struct worker *worker)
 {
 	struct pollfd bell = {.fd = worker->event_fd, .events = POLLIN};
 	uint64_t rings;
@@ -242,9 +297,22 @@ static int collect(struct worker *worker)
 	pthread_mutex_unlock(&worker->aio->mutex);
 	if (poll(&bell, 1, pause_ms) > 0 && read(worker->event_fd, &rings, sizeof(rings)) < 0)
 		rings = 0;              /* the bell is not blocking; another round finds what there is */
-	got = worker->backend->reap(worker->context, worker->depth, worker->events);
+	got = worker->backend->reap(worker->context, 0, worker->depth, worker->events);
 	pthread_mutex_lock(&worker->aio->mutex);
 	worker->sleeping = false;
+	return got;
+}
+
+/* A full queue has no use for new requests: one call waits for a completion and takes it. */
+static int collect(struct worker *worker)
+{
+	int got;
+
+	if (worker->refused || worker->in_flight < worker->depth)
+		return collect_or_ring(worker);
+	pthread_mutex_unlock(&worker->aio->mutex);
+	got = worker->backend->reap(worker->context, 1, worker->depth, worker->events);
+	pthread_mutex_lock(&worker->aio->mutex);
 	return got;
 }
 
@@ -262,6 +330,8 @@ static void run_asynchronously(struct worker *worker)
 		for (int i = 0; i < got && !worker->abandoned; i++) {
 			worker->in_flight--;
 			complete_block(worker, (struct block *) (uintptr_t) worker->events[i].data, (long) worker->events[i].res);
+			if (!worker->abandoned)
+				fill_queue(worker);     /* one out, one in: what came back together is not waited for by the queue */
 		}
 	}
 }
@@ -371,7 +441,7 @@ int inf_worker_start(struct lane *lane, inf_aio *aio, const inf_backend *backend
 	struct worker *worker = &lane->workers[lane->count];
 	int error;
 
-	*worker = (struct worker) {.aio = aio, .lane = lane, .backend = backend, .setup_by = backend, .event_fd = -1};
+	*worker = (struct worker) {.aio = aio, .lane = lane, .backend = backend, .setup_by = backend, .event_fd = -1, .first_slot = lane->slots};
 	error = prepare_worker(worker, backend->setup ? aio->options.queue_depth : 1);
 	if (!error)
 		error = -pthread_create(&worker->id, NULL, worker_main, worker);
@@ -379,6 +449,7 @@ int inf_worker_start(struct lane *lane, inf_aio *aio, const inf_backend *backend
 		inf_worker_free(worker);
 		return error;
 	}
+	lane->slots += worker->depth;
 	lane->count++;
 	lane->alive++;
 	return 0;
@@ -460,7 +531,9 @@ void *inf_watchdog_main(void *argument)
 	pthread_mutex_lock(&aio->mutex);
 	while (aio->watching) {
 		if (!aio->held) {               /* nothing can be late: sleep until a block goes out */
+			aio->dozing = true;
 			pthread_cond_wait(&aio->watch, &aio->mutex);
+			aio->dozing = false;
 			continue;
 		}
 

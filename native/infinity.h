@@ -82,6 +82,7 @@ typedef struct inf_backend inf_backend;
 
 #define INF_READ 0
 #define INF_WRITE 1
+#define INF_SYNC 2                      /* of a transfer in a scattered request: fsync(2) of its file, nbytes is 0 */
 
 struct inf_aio_options {
 	size_t block_bytes;             /* largest single transfer handed to the kernel */
@@ -109,6 +110,44 @@ const char *inf_aio_backend_name(inf_aio *aio);
  * Requests of one direction are started in the order in which they came.
  */
 int inf_aio_submit(inf_aio *aio, int direction, int fd, int64_t offset, void *address, size_t nbytes, inf_request **request);
+
+/* One of the many small transfers of a scattered request. */
+struct inf_transfer {
+	int64_t offset;
+	uint32_t nbytes;                /* handed to the kernel in one piece, block_bytes or not */
+	int32_t direction;
+	int32_t file;                   /* index into fds */
+	int32_t buffer;                 /* it moves address + buffer * stride; -1: the buffer of the slot it gets, -2: that slot's second one */
+};
+
+/* What became of it, CLOCK_MONOTONIC; all 0 when it was not begun. Without asynchronous calls issued_ns is begun_ns. */
+struct inf_timing {
+	int64_t begun_ns;               /* taken from the queue */
+	int64_t issued_ns;              /* the kernel has it */
+	int64_t done_ns;                /* its end was seen */
+	int64_t depth;                  /* transfers of these threads under way, this one too, when it was begun */
+};
+
+struct inf_scatter {
+	const int *fds;
+	int files;
+	const struct inf_transfer *transfers;
+	size_t count;
+	void *address;
+	size_t stride;
+	struct inf_timing *timings;     /* one per transfer, zeroed by the caller */
+	int64_t until_ns;               /* CLOCK_MONOTONIC: no transfer is begun after it, the rest is left out; 0: no limit */
+};
+
+/*
+ * Many small transfers of either direction, begun in their order by the threads of one lane (INF_READ or INF_WRITE), which keep their
+ * queue depth over the end of one request and the start of the next. Everything the structure points to must stay until the request
+ * finishes, as the memory must; the structure itself need not. The first failure ends the request: outcome.failed_offset is a byte of
+ * the failed transfer's file, and that transfer has begun_ns and no done_ns.
+ */
+int inf_aio_submit_scatter(inf_aio *aio, int lane, const struct inf_scatter *scatter, inf_request **request);
+/* Slots that the threads of a lane have: a scattered request with buffer -1 needs as many buffers, with -2 as many again behind them. */
+int inf_aio_slots(inf_aio *aio, int lane);
 /* Finishes everything, then stops. Does nothing in a forked child. */
 void inf_aio_close(inf_aio *aio);
 

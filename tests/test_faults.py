@@ -335,20 +335,25 @@ def test_an_interrupt_while_a_unit_is_on_its_way(tmp_path, monkeypatch):
         with infinity.initialize(tiny_gpt(), config) as engine:
             step(engine, 2)
             store = engine._parts.store
-            real = store.fetch
-            monkeypatch.setattr(store, "fetch", lambda key, into: Late(real(key, into), 0.3 if key.unit == interrupt_at else 0.0))
+            real, timers = store.fetch, []
+
+            def fetch(key, into):
+                """The unit in question takes two seconds, and the interrupt comes after a moment of those."""
+                if key.unit != interrupt_at:
+                    return real(key, into)
+                if not timers:
+                    timers.append(threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)))
+                    timers[0].start()
+                return Late(real(key, into), 2.0)
+
             if interrupt_at is not None:
-                timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+                monkeypatch.setattr(store, "fetch", fetch)
                 with pytest.raises(KeyboardInterrupt), torch.no_grad():
-                    engine.model(timer_started(timer))
-                timer.join()
-            monkeypatch.setattr(store, "fetch", real)
+                    engine.model(batches(1)[0])
+                timers[0].join()
+                monkeypatch.setattr(store, "fetch", real)
             step(engine, 2)
             return states_of(engine)
-
-    def timer_started(timer):
-        timer.start()
-        return batches(1)[0]
 
     want = train(None)
     for unit in (1, 3):

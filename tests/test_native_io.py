@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -141,6 +142,28 @@ def test_unaligned_direct_requests_are_refused_by_the_kernel_and_reported(file: 
     if error == 0:
         pytest.skip("this file system takes unaligned requests")
     assert error == -errno.EINVAL and request.failed_offset == 100
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scattered_transfers_arrive_each_with_its_timing(file: int, backend: str) -> None:
+    sent, got = sectors(NBYTES, 1), sectors(NBYTES)
+    transfers, timings = np.zeros(NBYTES // 4096, native.TRANSFER), np.zeros(NBYTES // 4096, native.TIMING)
+    transfers["buffer"] = np.arange(len(transfers))
+    transfers["offset"] = np.random.default_rng(1).permutation(len(transfers)) * 4096
+    transfers["nbytes"] = 4096
+    with engine(backend) as aio:
+        for direction, memory in ((native.WRITE, sent), (native.READ, got)):
+            transfers["direction"] = direction
+            request = aio.scatter([file], transfers, timings, memory.data_ptr(), 4096, keep=memory)
+            assert request.wait() == 0
+            assert (0 < timings["begun_ns"]).all() and (timings["begun_ns"] <= timings["issued_ns"]).all()
+            assert (timings["issued_ns"] <= timings["done_ns"]).all() and (np.diff(timings["begun_ns"]) >= 0).all()
+            assert 1 <= timings["depth"].min() and timings["depth"].max() <= aio.slots()
+        assert aio.scatter([file], transfers, timings, got.data_ptr(), 4096, until_ns=1, keep=got).wait() == 0
+        assert not timings["begun_ns"].any()
+        with pytest.raises(ValueError, match="invalid argument"):
+            aio.scatter([file], transfers, timings, got.data_ptr(), 512)  # the buffers are smaller than the transfers
+    assert torch.equal(sent, got)
 
 
 def test_a_full_device_is_enospc() -> None:

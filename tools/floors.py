@@ -23,6 +23,7 @@ FLOORS: Mapping[str, int] = {
     "infinity.config": 1,
     "infinity.storage": 2,
     "infinity.sharding": 3,
+    "infinity.workload": 3,
     "infinity.optim": 4,
     "infinity.runtime": 5,
     "infinity.checkpoint": 5,

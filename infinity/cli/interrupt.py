@@ -16,13 +16,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While entered, SIGINT and SIGTERM set `requested`; a second one exits without waiting for anything.
+    """While entered, SIGINT and SIGTERM set `requested` and say what happens now; a second one exits without waiting for anything.
 
     That leaves no damage: checkpoints get their name only when they are whole, and a store that was being written is
     not resumed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, then: str = "stopping after this step") -> None:
+        self._then = then
         self.requested = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -39,7 +40,7 @@ class Interrupt:
             _say("aborted.")
             os._exit(INTERRUPTED)
         self.requested = True
-        _say("stopping after this step; once more aborts at once.")
+        _say(f"{self._then}; once more aborts at once.")
 
 
 def _say(text: str) -> None:

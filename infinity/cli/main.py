@@ -14,6 +14,7 @@ from infinity.checkpoint.export import export_weights
 from infinity.cli.clean import clean_run
 from infinity.cli.doctor import run_doctor
 from infinity.cli.interrupt import INTERRUPTED
+from infinity.cli.io import help_text, run_io
 from infinity.cli.train import print_plan, run_training
 from infinity.config import load_config, write_commented
 from infinity.errors import ConfigError, InfinityError
@@ -120,6 +121,26 @@ def clean(
     """Remove a run's state files from its NVMe paths. Checkpoints stay."""
     with _reported(debug):
         typer.echo(clean_run(target, settings or [], confirm=lambda question: yes or typer.confirm(question)))
+
+
+@app.command(
+    help="Measure the bandwidth and latency of storage, in fio's words.\n\n" + help_text(),
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "max_content_width": 120},
+    options_metavar="[--KEY=VALUE]...",
+)
+def io(
+    words: Annotated[list[str] | None, typer.Argument(metavar="JOBFILE", hidden=True)] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there.")] = None,
+    output_format: Annotated[str, typer.Option(metavar="FORMAT", help="normal, or json with fio's field names.")] = "normal",
+    destroy_data: Annotated[
+        bool, typer.Option("--destroy-data", help="Write to block devices and to files that this command did not lay out, whatever they hold.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """See help_text."""
+    with _reported(debug):
+        code = run_io(words or [], output=output, output_format=output_format, destroy_data=destroy_data)
+    raise typer.Exit(code)
 
 
 @contextmanager

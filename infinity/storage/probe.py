@@ -145,24 +145,31 @@ _STATX_MASK_AT, _STATX_DIO_AT = 0, 0x98
 _STATX_SYSCALL = {"x86_64": 332, "aarch64": 291}
 
 
-def direct_io_align(directory: Path) -> tuple[int, int] | None:
-    """(memory, offset) alignment for direct I/O on files of this directory, by statx(2) with STATX_DIOALIGN (Linux 6.1).
+def direct_io_align(path: Path) -> tuple[int, int] | None:
+    """(memory, offset) alignment for direct I/O on a file, or on files of a directory. None where nobody says; 4096 is then assumed.
 
-    Asked of a temporary file, because directories have no answer. None where nobody says; 4096 is then assumed.
+    Directories have no answer of their own: a temporary file in them is asked.
     """
-    number = _STATX_SYSCALL.get(platform.machine())
-    if number is None:
-        return None
-    probe = directory / f".infinity-align-{os.getpid()}"
-    answer = ctypes.create_string_buffer(256)
+    if not path.is_dir():
+        return _statx_align(path)
+    probe = path / f".infinity-align-{os.getpid()}"
     try:
         probe.touch()
-        code = ctypes.CDLL(None, use_errno=True).syscall(number, _AT_FDCWD, os.fsencode(probe), 0, _STATX_DIOALIGN, answer)
+        return _statx_align(probe)
     except OSError:
         return None
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
+
+
+def _statx_align(file: Path) -> tuple[int, int] | None:
+    """statx(2) with STATX_DIOALIGN (Linux 6.1)."""
+    number = _STATX_SYSCALL.get(platform.machine())
+    if number is None:
+        return None
+    answer = ctypes.create_string_buffer(256)
+    code = ctypes.CDLL(None, use_errno=True).syscall(number, _AT_FDCWD, os.fsencode(file), 0, _STATX_DIOALIGN, answer)
     if code or not int.from_bytes(answer.raw[_STATX_MASK_AT : _STATX_MASK_AT + 4], "little") & _STATX_DIOALIGN:
         return None
     memory, offset = (int.from_bytes(answer.raw[_STATX_DIO_AT + at : _STATX_DIO_AT + at + 4], "little") for at in (0, 4))

@@ -171,7 +171,7 @@ class ShardFile:
 
     def _preallocate(self) -> None:
         """fallocate(2) itself: glibc's posix_fallocate silently writes every block where the file system cannot."""
-        code = _fallocate(self.fd, self.nbytes)
+        code = fallocate(self.fd, self.nbytes)
         if code == errno.EOPNOTSUPP:
             for at in range(0, self.nbytes, MiB):
                 self._write(bytes(min(MiB, self.nbytes - at)), at)
@@ -235,8 +235,8 @@ def _open_hint(code: int | None) -> str:
     return hints.get(code or 0, "")
 
 
-def _fallocate(fd: int, nbytes: int) -> int:
-    """0 or errno. glibc's fallocate() is the bare system call."""
+def fallocate(fd: int, nbytes: int) -> int:
+    """Take space for a file of `nbytes`: 0 or errno, EOPNOTSUPP where the file system cannot. glibc's fallocate() is the bare system call."""
     call = ctypes.CDLL(None, use_errno=True).fallocate
     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     while call(fd, 0, 0, nbytes):

@@ -21,9 +21,9 @@ static size_t shortened(size_t nbytes)
 }
 
 /* The answer is cut, not the transfer: the bytes are there, the engine does not know it. */
-static int short_reap(aio_context_t context, long most, struct io_event *events)
+static int short_reap(aio_context_t context, long least, long most, struct io_event *events)
 {
-	int got = real->reap(context, most, events);
+	int got = real->reap(context, least, most, events);
 
 	for (int i = 0; i < got; i++)
 		if (events[i].res > 0)
@@ -48,9 +48,9 @@ static void short_transfers_resume(void)
 	round_trip_on(&without, NULL);
 }
 
-static int stingy_reap(aio_context_t context, long most, struct io_event *events)
+static int stingy_reap(aio_context_t context, long least, long most, struct io_event *events)
 {
-	int got = real->reap(context, most, events);
+	int got = real->reap(context, least, most, events);
 
 	for (int i = 0; i < got; i++)
 		events[i].res = 1;
@@ -72,9 +72,9 @@ static void transfers_that_never_fill_a_sector_fail(void)
 	free(buffer);
 }
 
-static int generous_reap(aio_context_t context, long most, struct io_event *events)
+static int generous_reap(aio_context_t context, long least, long most, struct io_event *events)
 {
-	int got = real->reap(context, most, events);
+	int got = real->reap(context, least, most, events);
 
 	for (int i = 0; i < got; i++)
 		events[i].res = BLOCK_BYTES + 1;
@@ -97,9 +97,9 @@ static void more_bytes_than_asked_is_an_error(void)
 
 /* ---- a kernel that is busy or interrupted ---- */
 
-static int busy_reap(aio_context_t context, long most, struct io_event *events)
+static int busy_reap(aio_context_t context, long least, long most, struct io_event *events)
 {
-	int got = real->reap(context, most, events);
+	int got = real->reap(context, least, most, events);
 
 	for (int i = 0; i < got; i++)
 		if (atomic_fetch_add(&calls, 1) % 5 == 0)
@@ -174,9 +174,9 @@ static void plain_calls_take_over_where_aio_is_refused(void)
 
 /* ---- errors ---- */
 
-static int failing_reap(aio_context_t context, long most, struct io_event *events)
+static int failing_reap(aio_context_t context, long least, long most, struct io_event *events)
 {
-	int got = real->reap(context, most, events);
+	int got = real->reap(context, least, most, events);
 
 	for (int i = 0; i < got; i++)
 		if (atomic_fetch_add(&calls, 1) == 5)
@@ -223,9 +223,9 @@ static void end_of_file_inside_a_request_is_an_error(void)
 
 /* ---- a drive that does not answer ---- */
 
-static int losing_reap(aio_context_t context, long most, struct io_event *events)
+static int losing_reap(aio_context_t context, long least, long most, struct io_event *events)
 {
-	int got = real->reap(context, most, events), kept = 0;
+	int got = real->reap(context, least, most, events), kept = 0;
 
 	for (int i = 0; i < got; i++)
 		if (atomic_fetch_add(&calls, 1) != 3)

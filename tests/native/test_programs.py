@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {  # of each program
     "aio_faults_program": ("aio", "aio_worker", "aio_backend"),
     "aio_life_program": ("aio", "aio_worker", "aio_backend"),
+    "aio_scatter_program": ("aio", "aio_worker", "aio_backend"),
     "kernels_program": ("cpu", "pool", "memory", "plain", "avx2", "avx512", "adam", "convert", "crc32c"),
 }
 FLAGS = ["-std=gnu11", "-g", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
@@ -45,11 +46,11 @@ def fixed_addresses() -> list[str]:
     return [setarch, "-R"] if setarch and subprocess.run([setarch, "-R", "true"], capture_output=True).returncode == 0 else []
 
 
-QUICK = ("aio_faults_program", "plain")
-SLOW = [pytest.param(program, kind, marks=pytest.mark.slow) for program in SOURCES for kind in BUILDS if (program, kind) != QUICK]
+QUICK = [("aio_faults_program", "plain"), ("aio_scatter_program", "plain")]
+SLOW = [pytest.param(program, kind, marks=pytest.mark.slow) for program in SOURCES for kind in BUILDS if (program, kind) not in QUICK]
 
 
-@pytest.mark.parametrize(("program", "kind"), [QUICK, *SLOW])
+@pytest.mark.parametrize(("program", "kind"), [*QUICK, *SLOW])
 def test_program_passes(program: str, kind: str, tmp_path: Path) -> None:
     build(program, BUILDS[kind], tmp_path / program)
     prefix = fixed_addresses() if kind == "thread" else []

@@ -102,7 +102,7 @@ def test_a_file_is_preallocated_in_full(disk):
 
 
 def test_where_fallocate_is_missing_zeros_are_written(disk, monkeypatch):
-    monkeypatch.setattr(shardfile, "_fallocate", lambda fd, nbytes: errno.EOPNOTSUPP)
+    monkeypatch.setattr(shardfile, "fallocate", lambda fd, nbytes: errno.EOPNOTSUPP)
     layout = one_layout(MiB)
     file = ShardFile.create(disk / "a.safetensors", layout)
     assert os.stat(file.path).st_blocks * 512 >= layout.nbytes
@@ -167,7 +167,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("has_fallocate", [True, False])
 def test_a_full_disk_names_needed_and_free_bytes_and_leaves_nothing(small_disk, monkeypatch, has_fallocate):
     if not has_fallocate:
-        monkeypatch.setattr(shardfile, "_fallocate", lambda fd, nbytes: errno.EOPNOTSUPP)
+        monkeypatch.setattr(shardfile, "fallocate", lambda fd, nbytes: errno.EOPNOTSUPP)
     layout = one_layout(MiB)
     with pytest.raises(StorageError, match=rf"needs {layout.nbytes} bytes, \d+ bytes are free") as caught:
         ShardFile.create(small_disk / "a.safetensors", layout)
