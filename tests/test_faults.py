@@ -347,8 +347,8 @@ def test_an_interrupt_while_a_unit_is_on_its_way(tmp_path, monkeypatch):
                 return Late(real(key, into), 2.0)
 
             if interrupt_at is not None:
-                monkeypatch.setattr(store, "fetch", fetch)
                 engine._parts.scheduler.invalidate()  # what the step has had fetched ahead is fetched again, late
+                monkeypatch.setattr(store, "fetch", fetch)
                 with pytest.raises(KeyboardInterrupt), torch.no_grad():
                     engine.model(batches(1)[0])
                 timers[0].join()
