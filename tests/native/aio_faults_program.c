@@ -223,16 +223,6 @@ static void end_of_file_inside_a_request_is_an_error(void)
 
 /* ---- a drive that does not answer ---- */
 
-static int losing_reap(aio_context_t context, long least, long most, struct io_event *events)
-{
-	int got = real->reap(context, least, most, events), kept = 0;
-
-	for (int i = 0; i < got; i++)
-		if (atomic_fetch_add(&calls, 1) != 3)
-			events[kept++] = events[i];
-	return kept;
-}
-
 static void a_lost_completion_times_out_and_the_engine_goes_on(void)
 {
 	inf_backend backend = *real;

@@ -111,3 +111,14 @@ static int busy_submit(aio_context_t context, struct iocb *iocb)
 
 	return mood ? mood : real->submit(context, iocb);
 }
+
+/* The fourth completion never arrives. */
+static inline int losing_reap(aio_context_t context, long least, long most, struct io_event *events)
+{
+	int got = real->reap(context, least, most, events), kept = 0;
+
+	for (int i = 0; i < got; i++)
+		if (atomic_fetch_add(&calls, 1) != 3)
+			events[kept++] = events[i];
+	return kept;
+}

@@ -287,16 +287,6 @@ static void a_sync_is_a_transfer_and_its_failure_is_told(void)
 	}
 }
 
-static int losing_reap(aio_context_t context, long least, long most, struct io_event *events)
-{
-	int got = real->reap(context, least, most, events), kept = 0;
-
-	for (int i = 0; i < got; i++)
-		if (atomic_fetch_add(&calls, 1) != 3)
-			events[kept++] = events[i];
-	return kept;
-}
-
 static void a_lost_one_times_out(void)
 {
 	inf_backend backend = *real;
