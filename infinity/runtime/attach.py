@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import TraceError
-from infinity.runtime.cutter import Cutter
+from infinity.runtime.cutter import Cutters
 from infinity.runtime.flat_grads import FlatGrads
 from infinity.runtime.parameter import Seat, WakeUp
 from infinity.runtime.residency import Residency
@@ -21,7 +21,7 @@ from infinity.runtime.units import Unit
 class AttachedUnit:
     """A unit of a running model: live or at rest, and who needs it live."""
 
-    def __init__(self, unit: Unit, residency: Residency, device: torch.device, wake_up: WakeUp, guard: bool) -> None:
+    def __init__(self, unit: Unit, residency: Residency, cutters: Cutters, device: torch.device, wake_up: WakeUp, guard: bool) -> None:
         self.unit = unit
         self.flats: list[Tensor] | None = None
         """Full flat buffers while live, None at rest."""
@@ -30,13 +30,17 @@ class AttachedUnit:
         self.in_use = False
         """`users > 0`, and `caller` the module whose call was the first: what compiled code may guard on without recompiling."""
         self.caller: nn.Module | None = None
-        self._cutters = [Cutter(flat) for flat in unit.layout.flats]
+        self._cutters = [cutters.of(flat) for flat in unit.layout.flats]
         self.grads = FlatGrads(unit, residency, self._cutters)
         self.parents: frozenset[AttachedUnit] = frozenset()
         """Units whose module contains this one's: in backward they stay live beside it."""
         self.is_writable = False
         """Values may be changed in place now; the release commits them."""
+        self.is_shown = False
+        """In the user's hands, who may write past torch's notice (`p.data`)."""
         self.began_ns = 0
+        self._uses: list[int] = []
+        """Of each flat buffer's storage, before the parameters became views of it."""
         self._version = unit.version
         self._versions = 0
         self._holders: tuple[list[int], list[int]] = [], []
@@ -70,7 +74,9 @@ class AttachedUnit:
     def rise(self, flats: Sequence[Tensor]) -> None:
         """Make every parameter a view of `flats`, one 1-D tensor per flat of the layout."""
         self.flats = list(flats)
-        for seat, place in zip(self.seats, self._places(), strict=True):
+        places = self._places()
+        self._uses = [_count_uses(flat) for flat in self.flats]
+        for seat, place in zip(self.seats, places, strict=True):
             param = seat.param
             param.__class__ = seat.plain_class
             param.data = place
@@ -81,7 +87,7 @@ class AttachedUnit:
     def _places(self) -> list[Tensor]:
         """Every seat's view of the live flat buffers."""
         assert self.flats is not None
-        return [place for flat, cutter in zip(self.flats, self._cutters, strict=True) for place in cutter.cut(flat)]
+        return [place for flat, cutter in zip(self.flats, self._cutters, strict=True) for place in cutter.places(flat)]
 
     def check_trainable(self) -> None:
         """Raise TraceError when requires_grad was changed under the engine."""
@@ -111,6 +117,7 @@ class AttachedUnit:
 
     def show(self) -> None:
         """Live parameters are in the user's hands: values can be read and changed, held gradients still raise."""
+        self.is_shown = True
         for seat in self.seats:
             seat.show()
 
@@ -141,14 +148,15 @@ class AttachedUnit:
             "Change values under `with engine.gathered(module):`, or keep what the forward updates in a buffer"
         )
 
-    def rest(self) -> None:
-        """Drop the flat buffers; every parameter is a placeholder again."""
-        self.flats = None
+    def rest(self) -> bool:
+        """Drop the flat buffers; every parameter is a placeholder again. True when nothing but the buffers themselves holds their memory now."""
+        flats, self.flats = self.flats or [], None
         for seat in self.seats:
             param = seat.param
             param.__class__ = seat.plain_class
             param.data = seat.placeholder
             param.__class__ = seat.resting_class
+        return [_count_uses(flat) for flat in flats] == self._uses
 
     def leave(self, flats: Sequence[Tensor], device: torch.device) -> None:
         """Give every parameter values of its own on `device`, and its own class: the engine is done with it."""
@@ -164,3 +172,9 @@ class AttachedUnit:
 
     def _count_versions(self) -> int:
         return sum(seat.param._version for seat in self.seats)
+
+
+def _count_uses(flat: Tensor) -> int:
+    """How many tensors share the memory, this one and whoever asks included."""
+    uses: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+    return uses

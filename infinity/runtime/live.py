@@ -13,6 +13,7 @@ from infinity.errors import ClosedError
 from infinity.home import Home
 from infinity.kinds import Lane
 from infinity.runtime.attach import AttachedUnit
+from infinity.runtime.cutter import Cutters
 from infinity.runtime.parameter import Seat, WakeUp
 from infinity.runtime.residency import Residency
 from infinity.runtime.saved import LiveStorages
@@ -37,7 +38,8 @@ class LiveUnits:
     def __init__(
         self, units: Sequence[Unit], residency: Residency, device: torch.device, wake_up: WakeUp, *, guard: bool, timeline: Timeline | None
     ) -> None:
-        self.units = [AttachedUnit(unit, residency, device, wake_up, guard) for unit in units]
+        cutters = Cutters()
+        self.units = [AttachedUnit(unit, residency, cutters, device, wake_up, guard) for unit in units]
         self.residency, self.device = residency, device
         self.storages = LiveStorages()
         self._live: dict[AttachedUnit, None] = {}
@@ -104,15 +106,16 @@ class LiveUnits:
         assert flats is not None
         del self._live[unit]
         self.storages.remove(unit)
-        is_modified, is_writable, unit.is_writable = unit.is_modified(), unit.is_writable, False
+        is_modified, is_writable, is_shown = unit.is_modified(), unit.is_writable, unit.is_shown
+        unit.is_writable = unit.is_shown = False
         misfit = unit.absorb() if is_writable else None
         with plain_tensors():
-            unit.rest()
+            is_unshared = unit.rest()
             if is_writable and misfit is None:
                 self.residency.commit(unit.unit, flats)
                 unit.unit.version += is_modified
             del flats
-            self.residency.release(unit.unit)
+            self.residency.release(unit.unit, is_pristine=is_unshared and not (is_shown or is_writable or is_modified))
             unit.grads.hand_down()
         if self._timeline is not None and unit.began_ns:
             self._timeline.record(Lane.GPU, f"{unit.unit.name} backward", unit.began_ns, time.monotonic_ns())
@@ -153,5 +156,5 @@ class LiveUnits:
         for unit in self.units:
             with torch.no_grad():
                 unit.leave(self.residency.fetch(unit.unit), device)
-                self.residency.release(unit.unit)
+                self.residency.release(unit.unit, is_pristine=True)
             unit.unit.version += 1

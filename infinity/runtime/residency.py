@@ -19,8 +19,11 @@ class Residency(Protocol):
     def fetch(self, unit: Unit) -> list[Tensor]:
         """One full flat buffer [flat.numel] per `unit.layout.flats` on the compute device, usable by the current stream. Blocks."""
 
-    def release(self, unit: Unit) -> None:
-        """The hooks dropped their references to what `fetch` gave; the current stream used the buffers last."""
+    def release(self, unit: Unit, *, is_pristine: bool) -> None:
+        """The hooks dropped their references to what `fetch` gave; the current stream used the buffers last.
+
+        `is_pristine`: the values are those that were fetched, and no view of the buffers is left that somebody might still read.
+        """
 
     def forward_ends(self) -> None:
         """That call is over, also when it raised."""

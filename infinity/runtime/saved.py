@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,33 +38,30 @@ class Elsewhere(NamedTuple):
 
 
 class LiveStorages:
-    """Which unit a piece of memory belongs to, while the unit is live."""
+    """Which unit a piece of memory belongs to, while the unit is live. Asked for every tensor that autograd saves, so it must be quick."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, list[tuple[int, int, AttachedUnit, int]]] = {}
+        self._starts: list[int] = []
+        """Addresses of flat buffers, sorted; `_runs` lies beside it."""
+        self._runs: list[tuple[int, int, AttachedUnit, int]] = []
 
     def add(self, unit: AttachedUnit) -> None:
         for index, flat in enumerate(unit.flats or ()):
-            start = int(flat.storage_offset()) * flat.itemsize
-            run = (start, start + flat.numel() * flat.itemsize, unit, index)
-            self._runs.setdefault(flat.untyped_storage().data_ptr(), []).append(run)
+            start = flat.data_ptr()
+            at = bisect_right(self._starts, start)
+            self._starts.insert(at, start)
+            self._runs.insert(at, (start, start + flat.nbytes, unit, index))
 
     def remove(self, unit: AttachedUnit) -> None:
-        for flat in unit.flats or ():
-            address = flat.untyped_storage().data_ptr()
-            runs = [run for run in self._runs.pop(address, ()) if run[2] is not unit]
-            if runs:
-                self._runs[address] = runs
+        self._runs = [run for run in self._runs if run[2] is not unit]
+        self._starts = [run[0] for run in self._runs]
 
     def find(self, tensor: Tensor) -> tuple[int, int, AttachedUnit, int] | None:
-        """(first byte and end in the storage, unit, flat index) of the flat buffer that a strided tensor lies in."""
-        runs = self._runs.get(tensor.untyped_storage().data_ptr())
-        if runs is None:
-            return None
-        at = int(tensor.storage_offset()) * tensor.itemsize
-        for run in runs:
-            if run[0] <= at < run[1]:
-                return run
+        """(first address, end, unit, flat index) of the flat buffer that a strided tensor lies in."""
+        address = tensor.data_ptr()
+        at = bisect_right(self._starts, address)
+        if at and address < self._runs[at - 1][1]:
+            return self._runs[at - 1]
         return None
 
 
@@ -86,11 +84,11 @@ class SavedTensors:
         self._context.__exit__(None, None, None)
 
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.layout is torch.strided:
-            found = self._storages.find(tensor) if type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH else None
+        if tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH:
+            found = self._storages.find(tensor)
             if found is not None:
                 start, _, unit, flat = found
-                offset = int(tensor.storage_offset()) - start // tensor.itemsize
+                offset = (tensor.data_ptr() - start) // tensor.itemsize
                 return Coordinates(
                     unit, unit.unit.version, flat, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
                 )

@@ -149,7 +149,7 @@ class Scheduler:
                 self._give_up(fetch)
             self._changed.notify_all()
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, *, is_pristine: bool) -> None:
         """The hooks dropped their references; the current stream is the last that reads the buffers."""
         with self._changed:
             fetch = self._fetches.pop(unit.layout.index)

@@ -49,8 +49,10 @@ class InMemory:
         self.live_peak = max(self.live_peak, len(self.live))
         return self.live[unit]
 
-    def release(self, unit):
-        del self.live[unit]
+    def release(self, unit, *, is_pristine):
+        for flat in self.live.pop(unit):
+            if is_pristine:
+                flat.fill_(7.0)
 
     def grad_buffer(self, unit, flat):
         layout = unit.layout.flats[flat]
