@@ -20,9 +20,13 @@ class Fetch:
     works. On CUDA the last wait is the current stream's, not the host's.
     """
 
-    def __init__(self, index: int, name: str, nbytes: int) -> None:
+    def __init__(self, index: int, name: str, nbytes: int, changed: threading.Condition) -> None:
         self.index, self.name, self.nbytes = index, name, nbytes
         self.flats: list[Tensor] = []
+        self.borrowed: list[Tensor] = []
+        """Those of `flats` that are buffers for this visit; the others are where the unit rests."""
+        self.last_use: torch.cuda.Event | None = None
+        """When the compute stream is done with the buffers, of a unit that was released and kept for its next visit."""
         self.urgent = False
         """A thread waits for it now."""
         self.attached = False
@@ -30,7 +34,7 @@ class Fetch:
         self._works: list[Work] = []
         self._unstarted = 1
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._changed = changed  # one for all fetches of a scheduler: at most one thread waits
 
     def expect(self, parts: int) -> None:
         """`parts` more pieces will be started by somebody else than the mover."""
@@ -100,7 +104,7 @@ def _is_broken(work: Work, deadline_s: float | None = None) -> bool:
 
 
 class Retired:
-    """Buffers that the compute stream may still read; their bytes come back when `event` has completed."""
+    """Buffers of which views are left, and that the compute stream may still read; their bytes count until `event` has completed."""
 
     def __init__(self, fetch: Fetch, event: torch.cuda.Event) -> None:
         self.nbytes = fetch.nbytes

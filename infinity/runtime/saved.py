@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,30 +37,25 @@ class Elsewhere(NamedTuple):
 
 
 class LiveStorages:
-    """Which unit a piece of memory belongs to, while the unit is live. Asked for every tensor that autograd saves, so it must be quick."""
+    """Which unit a piece of memory belongs to, while the unit is live. Asked for every tensor that autograd saves; few units are live."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        """Addresses of flat buffers, sorted; `_runs` lies beside it."""
         self._runs: list[tuple[int, int, AttachedUnit, int]] = []
 
     def add(self, unit: AttachedUnit) -> None:
         for index, flat in enumerate(unit.flats or ()):
             start = flat.data_ptr()
-            at = bisect_right(self._starts, start)
-            self._starts.insert(at, start)
-            self._runs.insert(at, (start, start + flat.nbytes, unit, index))
+            self._runs.append((start, start + flat.nbytes, unit, index))
 
     def remove(self, unit: AttachedUnit) -> None:
         self._runs = [run for run in self._runs if run[2] is not unit]
-        self._starts = [run[0] for run in self._runs]
 
     def find(self, tensor: Tensor) -> tuple[int, int, AttachedUnit, int] | None:
         """(first address, end, unit, flat index) of the flat buffer that a strided tensor lies in."""
         address = tensor.data_ptr()
-        at = bisect_right(self._starts, address)
-        if at and address < self._runs[at - 1][1]:
-            return self._runs[at - 1]
+        for run in self._runs:
+            if run[0] <= address < run[1]:
+                return run
         return None
 
 

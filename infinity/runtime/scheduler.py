@@ -19,6 +19,7 @@ from torch import Tensor
 from infinity.errors import CapacityError, ClosedError, InfinityError, MoverError
 from infinity.kinds import Group, Lane, Tier
 from infinity.optim.grads import Grads
+from infinity.runtime.buffers import Buffers
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.fetches import Fetch, Retired
 from infinity.runtime.states import States
@@ -30,7 +31,7 @@ from infinity.storage.budget import Budget
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
-from infinity.storage.slabs import SlabPool, slab_bytes
+from infinity.storage.slabs import SlabPool
 from infinity.storage.store import Store
 from infinity.storage.work import Work
 
@@ -81,12 +82,15 @@ class Scheduler:
         self._fetches: dict[int, Fetch] = {}
         self._queue: deque[Fetch] = deque()
         self._retired: deque[Retired] = deque()
+        self._buffers = Buffers(device, movers.slabs, movers.copies.upload_stream)
         self._used_bytes = 0
+        """Of live units, and of those that come; idle buffers are counted beside it."""
         self.peak_bytes = 0
         self.peak_units = 0
         self._closing = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
+        self._landing = threading.Condition()
         self._uploads: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._run, args=(self._move,), name="infinity-mover", daemon=True)]
         if movers.staging is not None:
@@ -115,7 +119,7 @@ class Scheduler:
             self._check()
             fetch = self._fetches.get(index)
             if fetch is not None and fetch.attached:
-                self._give_up(fetch)  # an interrupt came before the hooks had it: by now it may be old
+                self._drop(fetch)  # an interrupt came before the hooks had it: by now it may be old
                 fetch = None
             fetch = fetch or self._request(index)
             fetch.urgent = fetch.attached = True
@@ -146,24 +150,32 @@ class Scheduler:
                 self._queue.remove(fetch)
                 del self._fetches[fetch.index]
             elif fetch.has_failed():
-                self._give_up(fetch)
+                self._drop(fetch)
             self._changed.notify_all()
 
     def release(self, unit: Unit, *, is_pristine: bool) -> None:
         """The hooks dropped their references; the current stream is the last that reads the buffers."""
         with self._changed:
-            fetch = self._fetches.pop(unit.layout.index)
-            if self._cuda and fetch.nbytes:
-                for flat in fetch.flats:
-                    flat.record_stream(torch.cuda.current_stream())  # views that outlive the release may still be read by it
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
-                self._retired.append(Retired(fetch, event))
+            fetch = self._fetches[unit.layout.index]
+            fetch.last_use = torch.cuda.current_stream(self._device).record_event() if self._cuda and fetch.nbytes else None
+            if not is_pristine:
+                self._retire(fetch)
+            elif fetch.nbytes and self._comes_soon(fetch.index):
+                fetch.attached = fetch.urgent = False  # as if it had been fetched ahead
             else:
-                self._used_bytes -= fetch.nbytes
-                fetch.flats.clear()
-                self._return_overdraft()
-            self._changed.notify_all()
+                self._give_up(fetch)
+            self._wake_mover()
+
+    def _retire(self, fetch: Fetch) -> None:
+        """What happens to the buffers is up to those who hold views of them: nobody else gets this memory as long as they do."""
+        if self._cuda and fetch.nbytes:
+            for flat in fetch.borrowed:
+                flat.record_stream(torch.cuda.current_stream(self._device))
+            assert fetch.last_use is not None
+            self._retired.append(Retired(fetch, fetch.last_use))
+            del self._fetches[fetch.index]
+        else:
+            self._drop(fetch)
 
     def grad_buffer(self, unit: Unit, flat: int) -> Tensor:
         """A fresh buffer for a full flat gradient on the compute device, contents undefined."""
@@ -177,7 +189,7 @@ class Scheduler:
 
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
         """A full flat gradient goes to rest; ownership passes. Waits only while too many others are still on their way."""
-        nbytes = self._footprint(grad.nbytes)
+        nbytes = self._buffers.footprint(grad.nbytes)
         if not self._grad_budget.try_take(nbytes):
             with self._movers.clock.waiting(self._grad_lane, unit.name):
                 self._grad_budget.take(nbytes, f"the gradient of {unit.name}", self._deadline_s)
@@ -235,6 +247,7 @@ class Scheduler:
         self._error = None  # it holds on to the buffers of the frames that it went through
         self._fetches.clear()
         self._retired.clear()
+        self._buffers.shrink(0)
         self._wholes.clear()
         if self._movers.staging is not None:
             self._movers.staging.close()
@@ -279,8 +292,15 @@ class Scheduler:
             self._changed.notify_all()
 
     def _ahead_of(self, index: int) -> list[int]:
-        """What to fetch ahead while `index` is used. Never past the end of the step: the update would make it stale."""
-        ahead = self._trace.visit(index, self._prefetch_units)
+        """What to fetch ahead while `index` is used."""
+        return self._within_step(self._trace.visit(index, self._prefetch_units))
+
+    def _comes_soon(self, index: int) -> bool:
+        """Whether a unit that has been used is about to be used again, as the last ones of a forward are."""
+        return index in self._within_step(self._trace.next_after(self._trace.position, self._prefetch_units))
+
+    def _within_step(self, ahead: list[int]) -> list[int]:
+        """Nothing past the end of the step: the update would make it stale."""
         left = len(self._trace.order) - self._trace.position if self._trace.position else 0
         return ahead[:left]
 
@@ -288,8 +308,8 @@ class Scheduler:
         unit = self._units[index]
         wholes = self._wholes[index]
         away = [flat for flat, whole in zip(unit.layout.flats, wholes, strict=True) if whole is None or whole.device != self._device]
-        nbytes = sum(self._footprint(flat.nbytes) for flat in away)
-        fetch = Fetch(index, unit.name, nbytes)
+        nbytes = sum(self._buffers.footprint(flat.nbytes) for flat in away)
+        fetch = Fetch(index, unit.name, nbytes, self._landing)
         self._fetches[index] = fetch
         if nbytes:
             self._queue.append(fetch)
@@ -368,7 +388,8 @@ class Scheduler:
     def _return_overdraft(self) -> None:
         """Memory that only a large gather needed goes back to the system."""
         if self._is_overdrawn and self._used_bytes <= self._budget_bytes:
-            self._is_overdrawn = False
+            self._is_overdrawn = any(fetch.attached and fetch.nbytes for fetch in self._fetches.values())
+            self._buffers.shrink(self._budget_bytes - self._used_bytes)
             self._movers.slabs.trim()
 
     def _reap(self) -> None:
@@ -376,10 +397,21 @@ class Scheduler:
             self._used_bytes -= self._retired.popleft().nbytes
 
     def _give_up(self, fetch: Fetch) -> None:
-        if self._fetches.get(fetch.index) is fetch:
-            del self._fetches[fetch.index]
-            if fetch.flats:
-                self._used_bytes -= fetch.nbytes
+        """Nothing is in the air any more: the buffers serve others from now on."""
+        if self._fetches.get(fetch.index) is fetch and not fetch.has_failed():
+            for flat in fetch.borrowed:
+                self._buffers.give(flat, fetch.last_use)
+        self._drop(fetch)
+
+    def _drop(self, fetch: Fetch) -> None:
+        """Forget it. Its buffers live on while anything is on its way into them."""
+        if self._fetches.get(fetch.index) is not fetch:
+            return
+        del self._fetches[fetch.index]
+        if fetch.borrowed:
+            self._used_bytes -= fetch.nbytes
+            fetch.borrowed.clear()
+            self._return_overdraft()
 
     def _begin(self, fetch: Fetch) -> None:
         """Allocate the unit's buffers and start everything towards them. What rests where it is used is used in place."""
@@ -390,6 +422,7 @@ class Scheduler:
                 fetch.flats.append(whole)
                 continue
             target = self._allocate(flat.numel, flat.dtype)
+            fetch.borrowed.append(target)
             fetch.flats.append(target)
             if whole is not None:
                 fetch.expect(1)
@@ -433,16 +466,10 @@ class Scheduler:
                 _hand_back(before, staging, self._deadline_s)
             before = (upload, item.staged)
 
-    def _footprint(self, nbytes: int) -> int:
-        """What a buffer on the compute device takes, as the planner counts it."""
-        return nbytes if self._cuda else slab_bytes(nbytes)
-
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A unit's buffer. In HBM from the upload stream's pool: memory that compute has freed may still be in use by what it queued."""
-        if self._cuda:
-            with torch.cuda.stream(self._movers.copies.upload_stream):
-                return torch.empty(numel, dtype=dtype, device=self._device)
-        return self._movers.slabs.take(numel * dtype.itemsize).view(dtype)
+        """A unit's buffer, counted already; what is idle beside it stays within the budget."""
+        with self._changed:
+            return self._buffers.take(numel, dtype, max(0, self._budget_bytes - self._used_bytes))
 
 
 @dataclass(frozen=True, slots=True)
