@@ -75,7 +75,7 @@ class Ours:
             "nvme": {"paths": [folder]},
             "store": {"run": placement, "resume": "never"},
             "precision": {"dtype": "bf16"},
-            "prefetch": {"units": args.prefetch},
+            "prefetch": {"units": args.prefetch if args.prefetch == "auto" else int(args.prefetch)},
             "placement": PLACEMENTS[placement],
             "optimizer": {"lr": 1e-4, "weight_decay": 0.01},
         }
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--placements", default="hbm,cpu", help="comma separated, of hbm, cpu, nvme")
-    parser.add_argument("--prefetch", type=int, default=2, help="units fetched ahead")
+    parser.add_argument("--prefetch", default="auto", help="units fetched ahead")
     parser.add_argument("--hbm", default="auto")
     parser.add_argument("--cpu", default="40GiB")
     parser.add_argument("--dir", help="directory for state files; a temporary one if left out")

@@ -248,7 +248,7 @@ def _make_scheduler(prepared: Prepared, kept: Kept, update: Update, closers: Exi
         budget_bytes=plan.working_bytes(compute, LIVE),
         spare_bytes=plan.spare_bytes(compute),
         grad_bytes=plan.working_bytes(compute, ON_THEIR_WAY),
-        prefetch_units=prepared.config.prefetch.units,
+        prefetch_units=plan.prefetch_units,
         deadline_s=prepared.config.nvme.deadline_s,
     )
     closers.callback(scheduler.close)

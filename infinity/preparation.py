@@ -221,7 +221,7 @@ def place_units(
         optimizer=_tier(placement.optimizer),
         chunk_numel=kept or config.optimizer.chunk_size // 4,
         is_cut=kept is not None,
-        prefetch_units=config.prefetch.units,
+        prefetch_units=None if config.prefetch.units == "auto" else config.prefetch.units,
         accumulates=config.train.accumulation > 1,
     )
     rates = Rates(upload=hardware.upload_rate, adam=hardware.adam_rate)

@@ -187,8 +187,9 @@ class Optimizer(Section):
 class Prefetch(Section):
     """How far the mover runs ahead of compute."""
 
-    units: Whole = Field(2, ge=0, le=1024)
-    """Units fetched ahead of the one in use, 0 to 1024. Each costs one unit of memory; 0 fetches on demand, which hides nothing."""
+    units: Annotated[Whole, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
+    """Units fetched ahead of the one in use, 0 to 1024. Each costs one unit of memory; 0 fetches on demand, which hides nothing.
+    "auto": 2, and up to 8 as long as the units that are live take an eighth of the budget of the tier that computes."""
 
 
 Spec = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]

@@ -11,7 +11,7 @@ import torch
 from infinity.errors import CapacityError
 from infinity.kinds import OPTIMIZER_STATES, Group, Lane, Tier
 from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, pieces, place, specs_of
-from infinity.planner.working import ACTIVATIONS, Job, Working, working
+from infinity.planner.working import ACTIVATIONS, Job, Working, live_bytes, working
 from infinity.sharding.layout import CHUNK_GRANULE, UnitLayout
 from infinity.sizes import SECTOR_BYTES, align_up, format_bytes, format_rate
 from infinity.storage.chunks import ChunkSpec
@@ -19,6 +19,9 @@ from infinity.storage.slabs import PAGE_BYTES, slab_bytes
 
 _FEWEST_ELEMENTS = 16 * CHUNK_GRANULE
 """Smaller chunks are not worth their requests, however small the budget."""
+
+_FEWEST_AHEAD, _MOST_AHEAD = 2, 8
+"""Units fetched ahead where nobody says how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +123,9 @@ def make_plan(
     cpu_limit = cpu_available * 4 // 5 if wish.cpu_limit is None else wish.cpu_limit
     activations = _activations(wish, hbm_limit)
     limits = {Tier.HBM: hbm_limit - activations.nbytes, Tier.CPU: cpu_limit}
-    job = Job(layouts=layouts, around=around, wish=wish, device=device)
+    compute = Tier.HBM if device.type == "cuda" else Tier.CPU
+    ahead = _units_ahead(layouts, limits[compute], around) if wish.prefetch_units is None else wish.prefetch_units
+    job = Job(layouts=layouts, around=around, wish=wish, ahead=ahead, device=device)
     settled = (None if wish.is_cut else _settle_whole(job, limits)) or _settle(job, _chunk_numel(job, limits), limits)
     if settled is None:
         raise _too_small(job, limits, activations)
@@ -134,8 +139,15 @@ def make_plan(
         traffic=_traffic(specs, device),
         rates=rates,
         num_params=sum(slot.numel for layout in layouts for flat in layout.flats for slot in flat.slots),
-        prefetch_units=wish.prefetch_units,
+        prefetch_units=ahead,
     )
+
+
+def _units_ahead(layouts: Sequence[UnitLayout], limit: int, around: Collection[int]) -> int:
+    """What "auto" means: a deep queue keeps the lanes full where compute is uneven, and brings the first units while the last step ends."""
+    sizes = {layout.index: layout.nbytes for layout in layouts}
+    roomy = (ahead for ahead in range(_MOST_AHEAD, _FEWEST_AHEAD, -1) if live_bytes(sizes, around, ahead) <= limit // 8)
+    return next(roomy, _FEWEST_AHEAD)
 
 
 def _activation_share(wish: Wish) -> int:

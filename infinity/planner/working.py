@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +43,8 @@ class Job:
     around: Collection[int]
     """Indices of the units that stay live beside others: the root, and those whose module contains another unit's."""
     wish: Wish
+    ahead: int
+    """Units fetched ahead of the one in use."""
     device: torch.device
 
     @property
@@ -67,17 +69,23 @@ def _units(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[
     sizes = {
         layout.index: sum(job.footprint(flat.nbytes) for f, flat in enumerate(layout.flats) if (layout.index, f) in away) for layout in job.layouts
     }
-    always = sum(sizes.pop(index) for index in job.around)
-    yield Working(name=LIVE, tier=job.compute, nbytes=always + sum(sorted(sizes.values(), reverse=True)[: job.wish.prefetch_units + 2]))
+    yield Working(name=LIVE, tier=job.compute, nbytes=live_bytes(sizes, job.around, job.ahead))
+
+
+def live_bytes(sizes: Mapping[int, int], around: Collection[int], ahead: int) -> int:
+    """The units around others, the largest that may be in use, those ahead of it, and the one before it. `sizes`: of each by index."""
+    inner = sorted((nbytes for index, nbytes in sizes.items() if index not in around), reverse=True)
+    return sum(sizes[index] for index in around) + sum(inner[: ahead + 2])
 
 
 def _gradients(job: Job) -> Iterator[Working]:
-    """One unit's are being filled, and those of the units around it; as many as the largest unit has may be on their way down."""
+    """One unit's are being filled, and those of the units around it; on their way down are as many as the largest units have, half as many as
+    are fetched ahead."""
     sizes = {layout.index: sum(job.footprint(flat.nbytes) for flat in layout.flats if flat.trainable) for layout in job.layouts}
     always = sum(sizes[index] for index in job.around)
     inner = max((nbytes for index, nbytes in sizes.items() if index not in job.around), default=0)
     yield Working(name="gradients being filled", tier=job.compute, nbytes=always + inner)
-    yield Working(name=ON_THEIR_WAY, tier=job.compute, nbytes=max(sizes.values(), default=0))
+    yield Working(name=ON_THEIR_WAY, tier=job.compute, nbytes=sum(sorted(sizes.values(), reverse=True)[: max(1, job.ahead // 2)]))
 
 
 def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
