@@ -66,12 +66,14 @@ def train(args: argparse.Namespace, device: torch.device, folder: str, watch: Wa
     config: dict[str, Any] = {
         "device": str(device),
         "budgets": {"cpu": args.cpu, **({"hbm": args.hbm} if device.type == "cuda" else {})},
-        "nvme": {"paths": [folder], "readers": args.io_threads, "writers": args.io_threads},
+        "nvme": {"paths": [str(Path(folder) / str(drive)) for drive in range(args.drives)], "readers": args.io_threads, "writers": args.io_threads},
         "store": {"resume": "never"},
         "precision": {"dtype": args.dtype},
         "placement": {"param": "nvme", "grad": args.grad, "optimizer": "nvme"},
         "optimizer": {"lr": 1e-4, "weight_decay": 0.01, "max_grad_norm": 1.0 if args.clip else None},
     }
+    for path in config["nvme"]["paths"]:
+        Path(path).mkdir()
     tokens = torch.randint(0, min(512, args.vocabulary), (args.batch, args.sequence + 1), generator=torch.Generator().manual_seed(7)).to(device)
     torch.manual_seed(0)
     watch.enter("initialize")
@@ -138,6 +140,7 @@ def main() -> None:
     parser.add_argument("--hbm", default="6GiB")
     parser.add_argument("--cpu", default="8GiB")
     parser.add_argument("--io-threads", type=int, default=1, help="for each direction; several for tmpfs, where each copies by itself")
+    parser.add_argument("--drives", type=int, default=1, help="folders in --dir, a drive each: tmpfs takes one writer per file")
     parser.add_argument("--dir", default="/var/tmp", help="directory on the drive under test")
     parser.add_argument("--trace", help="file for a Chrome trace of the last step")
     parser.add_argument("--json", help="file for the raw figures")

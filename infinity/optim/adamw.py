@@ -71,9 +71,10 @@ class GpuKernel:
     """
 
     def update(self, states: States, grad: Tensor, param_out: Tensor, segments: Sequence[AdamSegment], grad_scale: float) -> None:
-        # A one-element tensor, unlike a number, takes part in type promotion: the product is fp32 in a single pass.
-        scale = torch.full((1,), grad_scale, dtype=torch.float32, device=grad.device)
-        grad = torch.mul(grad, scale)
+        if grad_scale == 1.0:
+            grad = grad.float()
+        else:  # a one-element tensor, unlike a number, takes part in type promotion: the product is fp32 in a single pass
+            grad = torch.mul(grad, torch.full((1,), grad_scale, dtype=torch.float32, device=grad.device))
         for rule, runs in _by_rule(segments).items():
             _fused_adamw([[tensor[run] for run in runs] for tensor in (*states, grad)], rule)
         runs = [slice(segment.start, segment.stop) for segment in segments]
