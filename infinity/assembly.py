@@ -212,6 +212,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         timeline=kept.timeline,
         device=device,
         deadline_s=deadline_s,
+        buffers=prepared.plan.buffers,
     )
     closers.callback(pipeline.close)
     loss_scale = _loss_scale(config)

@@ -233,6 +233,7 @@ def place_units(
         cpu_available=hardware.cpu_available,
         rates=rates,
         around=_around(units),
+        num_paths=len(paths),
     )
     if plan.resting(Tier.NVME):
         if not paths:

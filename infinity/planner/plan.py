@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
 from infinity.errors import CapacityError
 from infinity.kinds import OPTIMIZER_STATES, Group, Lane, Tier
+from infinity.optim.pipeline import BUFFERS
 from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, pieces, place, specs_of
 from infinity.planner.working import ACTIVATIONS, Job, Working, live_bytes, working
 from infinity.sharding.layout import CHUNK_GRANULE, UnitLayout
@@ -48,6 +49,8 @@ class Plan:
     rates: Rates
     num_params: int
     prefetch_units: int
+    buffers: int = BUFFERS
+    """Staging buffers of each kind in the update."""
     baseline: Mapping[Tier, int] = field(default_factory=dict)
     """What the process held before the engine came, which the budgets do not count."""
 
@@ -113,6 +116,7 @@ def make_plan(
     cpu_available: int,
     rates: Rates,
     around: Collection[int],
+    num_paths: int = 1,
 ) -> Plan:
     """Place every chunk: HBM first, then CPU, and only what does not fit on NVMe.
 
@@ -129,6 +133,7 @@ def make_plan(
     settled = (None if wish.is_cut else _settle_whole(job, limits)) or _settle(job, _chunk_numel(job, limits), limits)
     if settled is None:
         raise _too_small(job, limits, activations)
+    settled, buffers = _with_buffers(job, settled, limits, num_paths)
     specs = specs_of(settled.chunks, settled.placement, wish.accumulates)
     return Plan(
         device=device,
@@ -140,7 +145,21 @@ def make_plan(
         rates=rates,
         num_params=sum(slot.numel for layout in layouts for flat in layout.flats for slot in flat.slots),
         prefetch_units=ahead,
+        buffers=buffers,
     )
+
+
+def _with_buffers(job: Job, settled: _Settled, limits: Mapping[Tier, int], num_paths: int) -> tuple[_Settled, int]:
+    """As many staging buffers as keep every path reading one chunk and writing another beside the one that is updated.
+
+    Where they do not fit in what the budgets have left, or would take more than a quarter of the CPU's, it is as many as do.
+    """
+    for buffers in range(2 * num_paths + 1, job.buffers, -1):
+        wider = settled._replace(items=working(replace(job, buffers=buffers), settled.chunks, settled.placement))
+        staged = sum(item.nbytes for item in wider.items if item.tier is Tier.CPU and item.is_staging)
+        if staged <= limits[Tier.CPU] // 4 and not any(_over(job, wider, tier, limit) for tier, limit in limits.items()):
+            return wider, buffers
+    return settled, job.buffers
 
 
 def _units_ahead(layouts: Sequence[UnitLayout], limit: int, around: Collection[int]) -> int:

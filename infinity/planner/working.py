@@ -46,6 +46,8 @@ class Job:
     ahead: int
     """Units fetched ahead of the one in use."""
     device: torch.device
+    buffers: int = BUFFERS
+    """Staging buffers of each kind in the update."""
 
     @property
     def compute(self) -> Tier:
@@ -100,13 +102,13 @@ def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[
         addend, total = landing_bytes(piece.numel, dtype, resting, homes.grad, is_cuda=job.device.type == "cuda")
         wanted.update(addends=addend, totals=total, update=piece.numel * STATE_BYTES if homes.on_gpu else 0)
         ring.update((name, max(nbytes, ring.get(name, 0))) for name, nbytes in wanted.items())
-    yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(ring.get("states", 0)))
-    yield Working(name="parameter ring", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(ring.get("params", 0)))
-    yield Working(name="gradient ring", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(ring.get("grads", 0)))
+    yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=job.buffers * slab_bytes(ring.get("states", 0)))
+    yield Working(name="parameter ring", tier=Tier.CPU, nbytes=job.buffers * slab_bytes(ring.get("params", 0)))
+    yield Working(name="gradient ring", tier=Tier.CPU, nbytes=job.buffers * slab_bytes(ring.get("grads", 0)))
     landing = slab_bytes(ring.get("addends", 0)) + slab_bytes(ring.get("totals", 0))
     yield Working(name="landing gradients", tier=Tier.CPU, nbytes=RING_COUNT * landing)
     device_rings = ring.get("device_grads", 0) + ring.get("device_params", 0)
-    yield Working(name="rings of the update", tier=Tier.HBM, nbytes=BUFFERS * device_rings)
+    yield Working(name="rings of the update", tier=Tier.HBM, nbytes=job.buffers * device_rings)
     yield Working(name="fp32 gradient of a chunk", tier=Tier.HBM, nbytes=ring.get("update", 0))
 
 
