@@ -31,6 +31,7 @@ def settings(path, placement=NVME, **sections):
         "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "chunk_size": "8KiB"},
         "store": {"resume": "never"},
         "placement": placement,
+        "prefetch": {"units": 2},
         "units": {"threshold": 1000},
     }
     for name, keys in sections.items():

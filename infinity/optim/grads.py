@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -173,6 +173,10 @@ class Grads:
     def present(self, unit: int, flat: int) -> frozenset[int]:
         """The slots of a flat that got a gradient since the last step."""
         return self._present.get((unit, flat), frozenset())
+
+    def all_present(self) -> Mapping[FlatKey, frozenset[int]]:
+        """The same of every flat."""
+        return self._present
 
     def is_empty(self) -> bool:
         """Whether no parameter got a gradient since the last step."""

@@ -127,10 +127,11 @@ class TieredAdamW(torch.optim.Optimizer):
     def _update(self) -> None:
         if self._clipped_arrivals not in (None, self._grads.arrivals):
             raise TraceError("gradients arrived between clip_grad_norm_() and step(): call clip_grad_norm_() after the last backward")
+        rules = self._rules(self._grads.all_present())  # before the norm, which waits: a GPU is still at the backward
         norm = float(self.clip_grad_norm_(self._max_grad_norm)) if self._max_grad_norm is not None else self._norm()
         self.on_update()
         if math.isfinite(norm):
-            self._take_step(self._clip * self._loss_scale_inverse())
+            self._take_step(rules, self._clip * self._loss_scale_inverse())
         else:
             self._skip_step(norm)
         if self._loss_scale is not None:
@@ -138,11 +139,10 @@ class TieredAdamW(torch.optim.Optimizer):
         self._reset_clip()
         self.on_cleared()
 
-    def _take_step(self, grad_scale: float) -> None:
+    def _take_step(self, rules: dict[FlatKey, dict[int, Rule]], grad_scale: float) -> None:
         self._pipeline.check()
         grads = self._grads.take()
         try:
-            rules = self._rules(grads.present)
             self._pipeline.step(rules, grads, grad_scale)
         except BaseException as error:
             grads.fail(error)  # nobody waits for a step that never began

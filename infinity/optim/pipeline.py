@@ -305,7 +305,7 @@ class Pipeline:
 
     def _download_param(self, hand: _Hand, param: Tensor, loan: Tensor | None) -> Work:
         if loan is None:
-            return stream_work(self._device)
+            return COMPLETED  # for everybody after it on the stream, who alone reads what rests in HBM
         chunk = hand.chunk
         target, cpu_loan = self._param_on_cpu(hand)
         download = self._copies.download(param, target, str(chunk.key(Group.PARAM)))

@@ -32,7 +32,8 @@ def plan(
     hbm: int | None = None,
     device: torch.device = CPU,
     chunk: int = 1 << 16,
-    prefetch: int = 2,
+    prefetch: int | None = 2,
+    paths: int = 1,
     accumulates: bool = False,
     around: tuple[int, ...] = (),
     activations: int | None = None,
@@ -42,7 +43,7 @@ def plan(
 ) -> Plan:
     limits = {"hbm_limit": hbm, "cpu_limit": cpu, "activation_bytes": activations}
     wish = Wish(**limits, chunk_numel=chunk, is_cut=is_cut, prefetch_units=prefetch, accumulates=accumulates, **tiers)
-    return make_plan(layouts, wish, device, hbm_free=hbm_free, cpu_available=8 * GiB, rates=Rates(), around=around)
+    return make_plan(layouts, wish, device, hbm_free=hbm_free, cpu_available=8 * GiB, rates=Rates(), around=around, num_paths=paths)
 
 
 def tiers_of(made: Plan, group: Group) -> list[Tier]:
@@ -255,3 +256,20 @@ def test_the_plan_is_printed_with_every_budget():
     made = plan(model(*[1 << 18] * 8), 24 * MiB, **PINNED)
     text = made.render()
     assert "24.00 MiB" in text and "nvme-read" in text and "2,097,152 parameters" in text
+
+
+def test_units_ahead_grow_with_the_budget_to_an_eighth_of_it_and_never_below_two():
+    layouts = model(*[1 << 18] * 20)  # a MiB each, so that n ahead are n + 2 MiB live
+    made = {limit: plan(layouts, limit * MiB, prefetch=None, chunk=1 << 14, **PINNED).prefetch_units for limit in (16, 32, 48, 64, 80, 800)}
+    assert made == {16: 2, 32: 2, 48: 4, 64: 6, 80: 8, 800: 8}
+    assert plan(layouts, 800 * MiB, prefetch=0, **PINNED).prefetch_units == 0
+
+
+@given(paths=st.integers(1, 8), limit=st.integers(16 * MiB, 256 * MiB))
+def test_every_path_reads_and_writes_a_chunk_beside_the_one_that_is_updated_where_there_is_room(paths, limit):
+    layouts, options = model(*[1 << 18] * 8), {"chunk": 1 << 16, **PINNED}
+    one, several = plan(layouts, limit, **options), plan(layouts, limit, paths=paths, **options)
+    assert one.buffers == 3 <= several.buffers <= 2 * paths + 1
+    assert several.specs == one.specs and several.held_bytes(Tier.CPU) <= limit
+    if limit == 256 * MiB:
+        assert several.buffers == 2 * paths + 1
