@@ -126,10 +126,8 @@ class Scheduler:
             for other in self._ahead_of(index):
                 if other not in self._fetches:
                     self._request(other)
-            ready = self._take_ready()
             self._wake_mover()
         try:
-            self._begin_all(ready)
             self._wait_for(fetch)
         except BaseException:
             self._abandon(fetch)
@@ -335,34 +333,6 @@ class Scheduler:
                     return
             self._begin(fetch)
 
-    def _take_ready(self) -> list[Fetch]:
-        """Fetches that may begin and need nobody's waiting: starting an upload takes less of the caller's time than a thread that wakes up for it."""
-        ready: list[Fetch] = []
-        while self._cuda and self._queue and all(whole is not None for whole in self._wholes[self._first().index]):
-            fetch = self._next()
-            if fetch is None:
-                break
-            ready.append(fetch)
-        return ready
-
-    def _begin_all(self, ready: Sequence[Fetch]) -> None:
-        """What goes wrong here ends the mover too, but for an interrupt: what it kept from beginning is asked for again."""
-        try:
-            for fetch in ready:
-                self._begin(fetch)
-        except Exception as error:
-            self._fail(error)
-        except BaseException as interrupt:
-            with self._changed:
-                for fetch in ready:
-                    fetch.fail(interrupt)
-                    self._drop(fetch)
-            raise
-
-    def _first(self) -> Fetch:
-        """Whose turn it is in the queue."""
-        return next((fetch for fetch in self._queue if fetch.urgent), self._queue[0])
-
     def _must_poll(self) -> bool:
         """Whether what a fetch waits for comes without a word: the compute stream, or a read that has to land before it can be given up."""
         return bool(self._queue) and (bool(self._retired) or any(fetch.urgent for fetch in self._queue))
@@ -370,9 +340,9 @@ class Scheduler:
     def _next(self) -> Fetch | None:
         """The next fetch that may begin, taken off the queue with its bytes; None when there is none or no room."""
         self._reap()
-        if not self._queue or self._error is not None or self._closing:
+        fetch = next((fetch for fetch in self._queue if fetch.urgent), self._queue[0] if self._queue else None)
+        if fetch is None or self._error is not None or self._closing:
             return None
-        fetch = self._first()
         if not self._has_room(fetch) and not (fetch.urgent and self._make_room(fetch)):
             return None
         self._queue.remove(fetch)

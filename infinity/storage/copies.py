@@ -18,8 +18,7 @@ _ANCHOR_EVERY_S = 10.0
 """CUDA event times are float32 milliseconds after an anchor: near anchors keep microseconds, and clocks drift apart."""
 
 _DEADLINE_S = 120.0
-_NAPS_S = (1e-4, 1e-3)
-"""Between two looks at an event, first and at most: each wakes a thread, which takes its time from the one that launches compute."""
+_LONGEST_NAP_S = 5e-4
 
 
 class CopyWork(Work):
@@ -214,12 +213,12 @@ class _CudaCopy(CopyWork):
     def wait(self, timeout_s: float | None = None) -> None:
         """Sleep in short naps: synchronizing the event would burn a core and could not time out."""
         deadline = time.monotonic() + (_DEADLINE_S if timeout_s is None else timeout_s)
-        nap_s, longest_s = _NAPS_S
+        nap_s = 1e-5
         while not self.finish():
             if time.monotonic() > deadline:
                 raise MoverError(f"{self.lane} of {self._name}, {self._nbytes} bytes: not over at its deadline. Is the device hung?")
             time.sleep(nap_s)
-            nap_s = min(2 * nap_s, longest_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def is_completed(self) -> bool:
         return self.finish()
