@@ -99,7 +99,7 @@ class Pipeline:
         return self._staging.cpu_bytes, self._staging.hbm_bytes
 
     def step(self, rules: Rules, grads: GradSet, grad_scale: float) -> None:
-        """Update every parameter that has a rule, from gradients times `grad_scale`, and wait until all is at rest."""
+        """Update every parameter that has a rule, from gradients times `grad_scale`, and wait until all is at rest; in HBM, queued on the stream."""
         self.begin(rules, grads, grad_scale)
         for unit in self.units():
             self.run_unit(unit)

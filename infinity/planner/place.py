@@ -32,7 +32,8 @@ class Wish:
     """Elements of a chunk at most; fewer are taken where the cpu budget is small."""
     is_cut: bool = False
     """There are files with chunks of exactly this many elements."""
-    prefetch_units: int | None = None
+    prefetch_units: int | None
+    """None is "auto"."""
     accumulates: bool
     """Gradients rest in fp32 and are added up over micro-steps."""
 

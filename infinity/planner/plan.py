@@ -127,9 +127,9 @@ def make_plan(
     cpu_limit = cpu_available * 4 // 5 if wish.cpu_limit is None else wish.cpu_limit
     activations = _activations(wish, hbm_limit)
     limits = {Tier.HBM: hbm_limit - activations.nbytes, Tier.CPU: cpu_limit}
-    compute = Tier.HBM if device.type == "cuda" else Tier.CPU
-    ahead = _units_ahead(layouts, limits[compute], around) if wish.prefetch_units is None else wish.prefetch_units
-    job = Job(layouts=layouts, around=around, wish=wish, ahead=ahead, device=device)
+    job = Job(layouts=layouts, around=around, wish=wish, ahead=wish.prefetch_units or 0, device=device)
+    if wish.prefetch_units is None:
+        job = replace(job, ahead=_units_ahead(job, limits[job.compute]))
     settled = (None if wish.is_cut else _settle_whole(job, limits)) or _settle(job, _chunk_numel(job, limits), limits)
     if settled is None:
         raise _too_small(job, limits, activations)
@@ -144,7 +144,7 @@ def make_plan(
         traffic=_traffic(specs, device),
         rates=rates,
         num_params=sum(slot.numel for layout in layouts for flat in layout.flats for slot in flat.slots),
-        prefetch_units=ahead,
+        prefetch_units=job.ahead,
         buffers=buffers,
     )
 
@@ -156,16 +156,21 @@ def _with_buffers(job: Job, settled: _Settled, limits: Mapping[Tier, int], num_p
     """
     for buffers in range(2 * num_paths + 1, job.buffers, -1):
         wider = settled._replace(items=working(replace(job, buffers=buffers), settled.chunks, settled.placement))
-        staged = sum(item.nbytes for item in wider.items if item.tier is Tier.CPU and item.is_staging)
-        if staged <= limits[Tier.CPU] // 4 and not any(_over(job, wider, tier, limit) for tier, limit in limits.items()):
+        if _leaves_room(job, wider, limits):
             return wider, buffers
     return settled, job.buffers
 
 
-def _units_ahead(layouts: Sequence[UnitLayout], limit: int, around: Collection[int]) -> int:
+def _leaves_room(job: Job, settled: _Settled, limits: Mapping[Tier, int]) -> bool:
+    """Whether staging takes at most a quarter of the cpu budget, and every tier holds what it is to hold."""
+    staged = sum(item.nbytes for item in settled.items if item.tier is Tier.CPU and item.is_staging)
+    return staged <= limits[Tier.CPU] // 4 and not any(_over(job, settled, tier, limit) for tier, limit in limits.items())
+
+
+def _units_ahead(job: Job, limit: int) -> int:
     """What "auto" means: a deep queue keeps the lanes full where compute is uneven, and brings the first units while the last step ends."""
-    sizes = {layout.index: layout.nbytes for layout in layouts}
-    roomy = (ahead for ahead in range(_MOST_AHEAD, _FEWEST_AHEAD, -1) if live_bytes(sizes, around, ahead) <= limit // 8)
+    sizes = {layout.index: layout.nbytes for layout in job.layouts}
+    roomy = (ahead for ahead in range(_MOST_AHEAD, _FEWEST_AHEAD, -1) if live_bytes(sizes, job.around, ahead) <= limit // 8)
     return next(roomy, _FEWEST_AHEAD)
 
 
@@ -280,9 +285,7 @@ def _chunk_numel(job: Job, limits: Mapping[Tier, int]) -> int:
     """
     numel = align_up(min(job.wish.chunk_numel, _longest(job.layouts)), CHUNK_GRANULE)
     while numel > _FEWEST_ELEMENTS and not job.wish.is_cut:
-        least = _least(job, numel)
-        staged = sum(item.nbytes for item in least.items if item.tier is Tier.CPU and item.is_staging)
-        if staged <= limits[Tier.CPU] // 4 and not any(_over(job, least, tier, limit) for tier, limit in limits.items()):
+        if _leaves_room(job, _least(job, numel), limits):
             break
         numel = max(_FEWEST_ELEMENTS, align_up(numel // 2, CHUNK_GRANULE))
     return numel

@@ -14,7 +14,7 @@ from infinity.optim.staging import Homes, ring_bytes
 from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, grad_dtype
 from infinity.sharding.layout import UnitLayout
 from infinity.storage import publish
-from infinity.storage.slabs import slab_bytes
+from infinity.storage.slabs import footprint, slab_bytes
 
 STAGING = 4
 """Pinned buffers between NVMe reads and uploads."""
@@ -54,10 +54,6 @@ class Job:
         """Where units are live."""
         return Tier.HBM if self.device.type == "cuda" else Tier.CPU
 
-    def footprint(self, nbytes: int) -> int:
-        """What a buffer on the compute device takes."""
-        return slab_bytes(nbytes) if self.compute is Tier.CPU else nbytes
-
 
 def working(job: Job, chunks: Sequence[Piece], placement: Placement) -> list[Working]:
     """Everything held beside what rests, once `chunks` rest where `placement` says."""
@@ -69,7 +65,8 @@ def _units(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[
     """Those in use, and those ahead. What rests whole where it is computed with is used in place."""
     away = {(piece.key.unit, piece.key.flat) for piece in chunks if piece.key.group is Group.PARAM and placement[piece.key] is not job.compute}
     sizes = {
-        layout.index: sum(job.footprint(flat.nbytes) for f, flat in enumerate(layout.flats) if (layout.index, f) in away) for layout in job.layouts
+        layout.index: sum(footprint(flat.nbytes, job.device) for f, flat in enumerate(layout.flats) if (layout.index, f) in away)
+        for layout in job.layouts
     }
     yield Working(name=LIVE, tier=job.compute, nbytes=live_bytes(sizes, job.around, job.ahead))
 
@@ -83,7 +80,7 @@ def live_bytes(sizes: Mapping[int, int], around: Collection[int], ahead: int) ->
 def _gradients(job: Job) -> Iterator[Working]:
     """One unit's are being filled, and those of the units around it; on their way down are as many as the largest units have, half as many as
     are fetched ahead."""
-    sizes = {layout.index: sum(job.footprint(flat.nbytes) for flat in layout.flats if flat.trainable) for layout in job.layouts}
+    sizes = {layout.index: sum(footprint(flat.nbytes, job.device) for flat in layout.flats if flat.trainable) for layout in job.layouts}
     always = sum(sizes[index] for index in job.around)
     inner = max((nbytes for index, nbytes in sizes.items() if index not in job.around), default=0)
     yield Working(name="gradients being filled", tier=job.compute, nbytes=always + inner)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infinity.storage.slabs import SlabPool, slab_bytes
+from infinity.storage.slabs import SlabPool, footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +22,14 @@ class Buffers:
 
     A buffer that comes back may still be in use by what a stream has queued: `last_use` says until when. Whoever takes it next makes
     `stream` wait for that, the host never does. So `stream` must be the one that writes first, which also owns the memory in torch's eyes;
-    None on a CPU device, and where buffers come back idle.
+    on a CPU device there is none.
     """
 
-    def __init__(self, device: torch.device, slabs: SlabPool, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, device: torch.device, slabs: SlabPool, stream: torch.cuda.Stream | None) -> None:
         self._device, self._slabs, self._stream = device, slabs, stream
         self._idle: list[_Idle] = []
         """In the order in which they came back."""
         self.idle_bytes = 0
-
-    def footprint(self, nbytes: int) -> int:
-        """What a buffer takes, as the planner counts it."""
-        return nbytes if self._device.type == "cuda" else slab_bytes(nbytes)
 
     def take(self, numel: int, dtype: torch.dtype, idle_limit_bytes: int) -> Tensor:
         """[numel], contents undefined. What is not served from idle memory is allocated after idle memory has shrunk to the limit."""
@@ -49,7 +45,7 @@ class Buffers:
 
     def give(self, flat: Tensor, last_use: torch.cuda.Event | None = None) -> None:
         """The buffer is nobody's any more: no view of it is left, and streams are done with it at `last_use`."""
-        nbytes = self.footprint(flat.nbytes)
+        nbytes = footprint(flat.nbytes, self._device)
         self._idle.append(_Idle(flat, nbytes, last_use))
         self.idle_bytes += nbytes
 

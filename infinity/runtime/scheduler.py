@@ -31,7 +31,7 @@ from infinity.storage.budget import Budget
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
-from infinity.storage.slabs import SlabPool
+from infinity.storage.slabs import SlabPool, footprint
 from infinity.storage.store import Store
 from infinity.storage.work import Work
 
@@ -163,7 +163,7 @@ class Scheduler:
             elif fetch.nbytes and self._comes_soon(fetch.index):
                 fetch.attached = fetch.urgent = False  # as if it had been fetched ahead
             else:
-                self._give_up(fetch)
+                self._recycle(fetch)
             self._wake_mover()
 
     def _retire(self, fetch: Fetch) -> None:
@@ -189,7 +189,7 @@ class Scheduler:
 
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
         """A full flat gradient goes to rest; ownership passes. Waits only while too many others are still on their way."""
-        nbytes = self._buffers.footprint(grad.nbytes)
+        nbytes = footprint(grad.nbytes, self._device)
         if not self._grad_budget.try_take(nbytes):
             with self._movers.clock.waiting(self._grad_lane, unit.name):
                 self._grad_budget.take(nbytes, f"the gradient of {unit.name}", self._deadline_s)
@@ -308,7 +308,7 @@ class Scheduler:
         unit = self._units[index]
         wholes = self._wholes[index]
         away = [flat for flat, whole in zip(unit.layout.flats, wholes, strict=True) if whole is None or whole.device != self._device]
-        nbytes = sum(self._buffers.footprint(flat.nbytes) for flat in away)
+        nbytes = sum(footprint(flat.nbytes, self._device) for flat in away)
         fetch = Fetch(index, unit.name, nbytes, self._landing)
         self._fetches[index] = fetch
         if nbytes:
@@ -398,11 +398,18 @@ class Scheduler:
             self._used_bytes -= self._retired.popleft().nbytes
 
     def _give_up(self, fetch: Fetch) -> None:
-        """Nothing is in the air any more: the buffers serve others from now on."""
-        if self._fetches.get(fetch.index) is fetch and not fetch.has_failed():
+        """What was fetched ahead is not wanted any more; nothing of it is in the air, unless it failed."""
+        if fetch.has_failed():
+            self._drop(fetch)
+        else:
+            self._recycle(fetch)
+
+    def _recycle(self, fetch: Fetch) -> None:
+        """Forget it. Its buffers serve others from now on."""
+        if self._fetches.get(fetch.index) is fetch:
             for flat in fetch.borrowed:
                 self._buffers.give(flat, fetch.last_use)
-        self._drop(fetch)
+            self._drop(fetch)
 
     def _drop(self, fetch: Fetch) -> None:
         """Forget it. Its buffers live on while anything is on its way into them."""

@@ -27,6 +27,11 @@ def slab_bytes(nbytes: int) -> int:
     return align_up(max(nbytes, 1), PAGE_BYTES if nbytes >= PAGE_BYTES else SECTOR_BYTES) if nbytes else 0
 
 
+def footprint(nbytes: int, device: torch.device) -> int:
+    """What a buffer on the compute device takes: in CPU memory it is a slab's."""
+    return nbytes if device.type == "cuda" else slab_bytes(nbytes)
+
+
 class SlabPool:
     """Tensors on private mappings of exactly `slab_bytes` of the asked size.
 

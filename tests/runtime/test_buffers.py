@@ -10,10 +10,10 @@ from torch import nn
 from infinity.runtime.buffers import Buffers
 from infinity.runtime.cutter import Cutter, Cutters
 from infinity.sharding.layout import ParamSpec, layout_unit
-from infinity.storage.slabs import SlabPool
+from infinity.storage.slabs import PAGE_BYTES, SlabPool, footprint
 from tests.runtime.in_memory import attach
 
-PAGE = 2 << 20
+CPU = torch.device("cpu")
 
 
 def flat_of(*shapes, prefix=""):
@@ -23,19 +23,19 @@ def flat_of(*shapes, prefix=""):
 
 def test_a_buffer_serves_the_next_of_its_size_and_idle_memory_stays_within_its_limit():
     slabs = SlabPool(pin=False, threads=1)
-    buffers = Buffers(torch.device("cpu"), slabs)
+    buffers = Buffers(CPU, slabs, None)
     first = buffers.take(1 << 18, torch.float32, 0)
     address = first.data_ptr()
     buffers.give(first)
-    assert buffers.idle_bytes == buffers.footprint(1 << 20)
+    assert buffers.idle_bytes == footprint(1 << 20, CPU)
     assert buffers.take(1 << 18, torch.float32, 0) is first and first.data_ptr() == address and not buffers.idle_bytes
     buffers.give(first)
     other = buffers.take(1 << 19, torch.float32, 0)
     assert not buffers.idle_bytes, "idle memory of another size makes room"
     kept = buffers.take(1 << 18, torch.float32, 0)
     buffers.give(kept)
-    buffers.take(1 << 20, torch.float32, kept.nbytes + PAGE)
-    assert buffers.idle_bytes == buffers.footprint(kept.nbytes), "within the limit it stays"
+    buffers.take(1 << 20, torch.float32, kept.nbytes + PAGE_BYTES)
+    assert buffers.idle_bytes == footprint(kept.nbytes, CPU), "within the limit it stays"
     del first, kept, other
     buffers.shrink(0)
     slabs.close()
