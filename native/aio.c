@@ -378,8 +378,8 @@ void inf_request_finish(struct inf_request *request)
 	if (request->finished)          /* timed out earlier, and its last block is back from a drive that still answers */
 		return;
 	dequeue(request);
-	request->finished = true;
 	request->outcome.finished_ns = inf_now_ns();
+	__atomic_store_n(&request->finished, true, __ATOMIC_RELEASE);
 	pthread_cond_broadcast(&request->done);
 	if (--aio->unfinished == 0)
 		pthread_cond_broadcast(&aio->quiet);
@@ -405,24 +405,36 @@ void inf_request_drop(struct inf_request *request)
 	__atomic_sub_fetch(&aio->references, 1, __ATOMIC_ACQ_REL);
 }
 
-int inf_request_wait(inf_request *request, int64_t timeout_ns, struct inf_outcome *outcome)
+static bool is_finished(const struct inf_request *request)
+{
+	return __atomic_load_n(&request->finished, __ATOMIC_ACQUIRE);
+}
+
+static void sleep_until_finished(struct inf_request *request, int64_t timeout_ns)
 {
 	inf_aio *aio = request->aio;
 	int64_t until_ns = inf_now_ns() + timeout_ns;
 	struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
-	bool finished;
 	int error = 0;
 
-	if (forked(aio))
-		return -ECHILD;
+	if (!timeout_ns)                        /* only asks: not worth the workers' mutex */
+		return;
 	pthread_mutex_lock(&aio->mutex);
 	while (!request->finished && !error)
 		error = timeout_ns < 0 ? pthread_cond_wait(&request->done, &aio->mutex) : pthread_cond_timedwait(&request->done, &aio->mutex, &until);
-	finished = request->finished;
-	if (finished)
-		*outcome = request->outcome;
 	pthread_mutex_unlock(&aio->mutex);
-	return finished;
+}
+
+int inf_request_wait(inf_request *request, int64_t timeout_ns, struct inf_outcome *outcome)
+{
+	if (forked(request->aio))
+		return -ECHILD;
+	if (!is_finished(request))
+		sleep_until_finished(request, timeout_ns);
+	if (!is_finished(request))
+		return 0;
+	*outcome = request->outcome;            /* it does not change any more */
+	return 1;
 }
 
 void inf_request_release(inf_request *request)

@@ -33,7 +33,7 @@ struct inf_request {
 	int outstanding;                /* blocks dealt out and not finished */
 	int references;
 	bool queued;
-	bool finished;
+	bool finished;                  /* atomic: who only asks takes no mutex. The outcome is fixed from then on */
 	struct inf_outcome outcome;
 	pthread_cond_t done;
 	struct inf_request *next;

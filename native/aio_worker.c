@@ -488,6 +488,8 @@ static void abandon(struct worker *worker)
 		if (!block->request)
 			continue;
 		worker->aio->held--;
+		if (block->request->finished)   /* another of its blocks was given up before */
+			continue;
 		inf_request_fail(block->request, -ETIMEDOUT, block_offset(block));
 		block->request->outcome.error = -ETIMEDOUT;     /* whatever else went wrong: this memory is lost */
 		inf_request_finish(block->request);

@@ -6,6 +6,7 @@ import errno
 import logging
 import resource
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class NvmeTier:
         self._aios: dict[Path, Aio] = {}
         self._slots: dict[ChunkKey, Slot] = {}
         self._files: dict[Path, ShardFile] = {}
-        self._under_way: list[AioWork] = []
+        self._under_way: deque[AioWork] = deque()
         self._lock = threading.Lock()
 
     def allocate(self, specs: Iterable[ChunkSpec], *, generation: int = 0, label: str = "") -> None:
@@ -166,7 +167,7 @@ class NvmeTier:
     def quiesce(self) -> None:
         """No request is under way when this returns, except what missed its deadline."""
         with self._lock:
-            works, self._under_way = self._under_way, []
+            works, self._under_way = self._under_way, deque()
         for work in works:
             work.abandon()
 
@@ -191,7 +192,8 @@ class NvmeTier:
         request = move(slot.file.fd, slot.offset, data.data_ptr(), slot.nbytes, buffer)
         work = AioWork(request, lane, str(key), str(slot.file.path), slot.offset, slot.nbytes, self._timeline)
         with self._lock:  # also the works that their callers dropped give their buffers back and leave their spans
-            self._under_way = [other for other in self._under_way if not other.is_completed()]
+            while self._under_way and self._under_way[0].is_completed():
+                self._under_way.popleft()
             self._under_way.append(work)
         return work
 

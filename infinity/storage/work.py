@@ -95,10 +95,9 @@ class AioWork:
             raise StorageError(-code, self._path, offset, self._nbytes, _HINTS.get(-code, ""))
 
     def is_completed(self) -> bool:
-        if not self._request.done():
-            return False
-        self._record()
-        return True
+        if not self._is_recorded and self._request.done():
+            self._record()
+        return self._is_recorded
 
     def abandon(self) -> None:
         """Wait until the device is done, or has missed its deadline; nobody asks how it went."""
@@ -106,6 +105,7 @@ class AioWork:
         self._record()
 
     def _record(self) -> None:
+        """Leave the span of a finished request, once."""
         with self._lock:
             recorded, self._is_recorded = self._is_recorded, True
         if not recorded:
