@@ -2,7 +2,8 @@
  * Threads that live as long as the pool. Callers hand them one task at a time and sleep until it is done.
  *
  * Blocks are taken one by one from a counter, so that a core that the machine lends to somebody else slows the task by
- * its share only. Which thread runs a block never shows in a result.
+ * its share only, and a thread that gets none until all blocks are taken is not waited for. Which thread runs a block
+ * never shows in a result.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -26,14 +27,19 @@ struct inf_pool {
 	pthread_cond_t wake;
 	pthread_cond_t rest;
 	bool closing;
-	uint64_t round;                 /* counts tasks: a thread runs each round once */
-	int busy;                       /* threads that have not finished this round */
+	uint64_t round;                 /* counts tasks: a thread looks at each round once */
+	int busy;                       /* threads at work on this round */
 	inf_task *task;
 	void *context;
 	int64_t numel;
 	atomic_int_fast64_t next;       /* first element nobody has taken */
 	pthread_t ids[];
 };
+
+static bool has_blocks(inf_pool *pool)
+{
+	return atomic_load_explicit(&pool->next, memory_order_relaxed) < pool->numel;
+}
 
 static void take_blocks(inf_pool *pool)
 {
@@ -58,6 +64,9 @@ static void *thread_main(void *argument)
 		if (pool->closing)
 			break;
 		seen = pool->round;
+		if (!has_blocks(pool))
+			continue;               /* too late for this one */
+		pool->busy++;
 		pthread_mutex_unlock(&pool->mutex);
 		take_blocks(pool);
 		pthread_mutex_lock(&pool->mutex);
@@ -147,10 +156,9 @@ int inf_pool_run(inf_pool *pool, int64_t numel, inf_task *task, void *context)
 	pool->context = context;
 	pool->numel = numel;
 	atomic_store(&pool->next, 0);
-	pool->busy = pool->threads;
 	pool->round++;
 	pthread_cond_broadcast(&pool->wake);
-	while (pool->busy)
+	while (pool->busy || has_blocks(pool))
 		pthread_cond_wait(&pool->rest, &pool->mutex);
 	pthread_mutex_unlock(&pool->mutex);
 	pthread_mutex_unlock(&pool->callers);
