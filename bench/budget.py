@@ -70,7 +70,7 @@ def train(args: argparse.Namespace, device: torch.device, folder: str, watch: Wa
         "store": {"resume": "never"},
         "precision": {"dtype": args.dtype},
         "placement": {"param": "nvme", "grad": args.grad, "optimizer": "nvme"},
-        "optimizer": {"lr": 1e-4, "weight_decay": 0.01, "max_grad_norm": 1.0 if args.clip else None},
+        "optimizer": {"lr": 1e-4, "weight_decay": 0.01, "max_grad_norm": 1.0 if args.clip else None, "threads": args.adam_threads or "auto"},
     }
     for path in config["nvme"]["paths"]:
         Path(path).mkdir()
@@ -140,6 +140,7 @@ def main() -> None:
     parser.add_argument("--hbm", default="6GiB")
     parser.add_argument("--cpu", default="8GiB")
     parser.add_argument("--io-threads", type=int, default=1, help="for each direction; several for tmpfs, where each copies by itself")
+    parser.add_argument("--adam-threads", type=int, default=0, help="0: as many as the engine takes by itself")
     parser.add_argument("--drives", type=int, default=1, help="folders in --dir, a drive each: tmpfs takes one writer per file")
     parser.add_argument("--dir", default="/var/tmp", help="directory on the drive under test")
     parser.add_argument("--trace", help="file for a Chrome trace of the last step")

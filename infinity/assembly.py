@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +21,9 @@ from infinity.optim.chunks import trainable_chunks
 from infinity.optim.grads import Grads
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredAdamW, names_of
-from infinity.optim.pipeline import Pipeline
+from infinity.optim.pipeline import Pipeline, buffer_count
 from infinity.planner.plan import Plan
-from infinity.planner.working import ACTIVATIONS, LIVE, ON_THEIR_WAY, STAGING
+from infinity.planner.working import ACTIVATIONS, LIVE, ON_THEIR_WAY, upload_buffers
 from infinity.preparation import Model, ParamGroups, Prepared, adam_threads, addresses_of, defaults, prepare
 from infinity.run_state import check_fits
 from infinity.runtime.adopt import Adoption, OnRead, checksum
@@ -91,7 +92,7 @@ class Parts:
 def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, checkpoint_directory: Path | None) -> Parts:
     """Build everything. With a checkpoint, the values in this run's store are replaced by it: they go once it is known to be whole."""
     with ExitStack() as closers:
-        pool = native.ThreadPool(adam_threads())
+        pool = native.ThreadPool(adam_threads(config))
         closers.callback(pool.close)
         prepared = prepare(model, config, param_groups, pool, goes_on=checkpoint_directory is None)
         if checkpoint_directory is not None:
@@ -200,6 +201,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         timeline=kept.timeline,
         device=device,
         deadline_s=deadline_s,
+        paths=prepared.plan.paths,
     )
     closers.callback(grads.close)
     pipeline = Pipeline(
@@ -212,7 +214,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         timeline=kept.timeline,
         device=device,
         deadline_s=deadline_s,
-        buffers=prepared.plan.buffers,
+        buffers=buffer_count(prepared.plan.paths),
     )
     closers.callback(pipeline.close)
     loss_scale = _loss_scale(config)
@@ -263,6 +265,7 @@ def _attach(prepared: Prepared, update: Update, scheduler: Scheduler, closers: E
     if prepared.device.type != "cpu":
         closers.callback(move_arguments(prepared.model, prepared.device).remove)
     update.optimizer.on_update = scheduler.invalidate
+    update.optimizer.on_progress = partial(scheduler.warm, update.pipeline.is_updated)
     update.optimizer.on_cleared = hooks.forget_grads
     return hooks
 
@@ -334,4 +337,4 @@ def _staging(plan: Plan, pools: Pools) -> Reserve | None:
     sizes = [spec.padded_nbytes for spec in plan.specs if spec.tier is Tier.NVME and spec.key.group is Group.PARAM]
     if plan.device.type != "cuda" or not sizes:
         return None
-    return Reserve(pools.pinned, max(sizes), STAGING, "upload staging")
+    return Reserve(pools.pinned, max(sizes), upload_buffers(plan.paths), "upload staging")

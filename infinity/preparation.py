@@ -90,7 +90,7 @@ def preview(model: Model, config: Config) -> Plan:
     device = choose_device(config.device)
     paths = check_paths(config)
     units = preview_units(model, config)
-    with native.ThreadPool(adam_threads()) as pool:
+    with native.ThreadPool(adam_threads(config)) as pool:
         hardware = survey(device, pool)
     return plan_units(units, config, hardware, paths, held_now(device), goes_on=True)
 
@@ -313,7 +313,9 @@ def held_now(device: torch.device) -> dict[Tier, int]:
     return held
 
 
-def adam_threads() -> int:
-    """All cores, less two for the threads that launch compute and I/O where there are enough."""
+def adam_threads(config: Config) -> int:
+    """As configured, or all cores, less two for the threads that launch compute and I/O where there are enough."""
+    if config.optimizer.threads != "auto":
+        return config.optimizer.threads
     cores = len(os.sched_getaffinity(0))
     return cores if cores <= 4 else cores - 2

@@ -259,6 +259,39 @@ def test_state_dict_and_load_state_dict(tmp_path):
     assert all(ulp_distance(found[key], value) <= 2 * 16 for key, value in plain.state_dict().items())
 
 
+def test_the_update_takes_the_threads_it_is_given_and_computes_the_same(tmp_path):
+    def run(count):
+        with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path), optimizer={"threads": count})) as engine:
+            running = len(os.listdir("/proc/self/task"))
+            train(engine.model, engine.optimizer, batches(2))
+            return running, values_of(engine)
+
+    (one, values), (five, same) = run(1), run(5)
+    assert five - one == 4
+    assert all(torch.equal(values[name], same[name]) for name in values)
+
+
+def test_the_next_forward_begins_to_arrive_during_the_update(tmp_path, monkeypatch):
+    """Units whose new values are at rest come ahead while the others are still updated; none comes before."""
+    with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path))) as engine:
+        train(engine.model, engine.optimizer, batches(2))
+        pipeline, scheduler = engine._parts.pipeline, engine._parts.scheduler
+        run_unit, finish, updated, seen = pipeline.run_unit, pipeline.finish, [], []
+
+        def run_to_the_end(unit):
+            seen.append((list(updated), list(scheduler._fetches)))
+            run_unit(unit)
+            pipeline.updated(unit).wait()
+            updated.append(unit)
+
+        monkeypatch.setattr(pipeline, "run_unit", run_to_the_end)
+        monkeypatch.setattr(pipeline, "finish", lambda: (seen.append((list(updated), list(scheduler._fetches))), finish()))
+        train(engine.model, engine.optimizer, batches(1))
+    ahead = [0, 1, 5]  # the first two units and the root, which every forward begins with and whose update comes last
+    assert [fetched for _, fetched in seen] == [[unit for unit in ahead if unit in updated] for updated, _ in seen]
+    assert [updated for updated, _ in seen] == [list(range(n)) for n in range(7)]
+
+
 class Counts(nn.Module):
     """Counts its calls in a buffer, and keeps running statistics."""
 

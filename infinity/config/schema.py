@@ -170,6 +170,10 @@ class Optimizer(Section):
     max_grad_norm: Annotated[Annotated[Number, Field(gt=0)] | None, BeforeValidator(_off)] = None
     """Global gradient norm to clip at; "off" does not clip."""
 
+    threads: Annotated[Whole, Field(ge=1, le=4096)] | Literal["auto"] = "auto"
+    """Threads that update states and add up gradients on the CPU, 1 to 4096. "auto": all cores, less two where there are more than
+    four. Where the drives set the pace, fewer make the step no longer and leave cores to data loading and I/O."""
+
     chunk_size: Bytes = 16 * MiB
     """Bytes of one fp32 state that are read, updated and written in one go: a multiple of 8KiB. The step
     holds about three chunks of three states each in CPU memory. Halved where budgets.cpu is small; where all states rest in
@@ -189,7 +193,8 @@ class Prefetch(Section):
 
     units: Annotated[Whole, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Units fetched ahead of the one in use, 0 to 1024. Each costs one unit of memory; 0 fetches on demand, which hides nothing.
-    "auto": 2, and up to 8 as long as the units that are live take an eighth of the budget of the tier that computes."""
+    "auto": 2, and up to 12 as long as the units that are live take an eighth of the budget of the tier that computes, or half of
+    what is left of it once everything has its place."""
 
 
 Spec = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]

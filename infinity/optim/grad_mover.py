@@ -25,8 +25,10 @@ from infinity.timeline import Timeline
 LOOKAHEAD = 2
 """Chunks under way at a time: one that comes down while the one before is added up."""
 
-RING_COUNT = LOOKAHEAD + 1
-"""One more, which is being written."""
+
+def ring_count(paths: int) -> int:
+    """Landing buffers of each kind: those under way, and one being written to each of `paths` NVMe paths."""
+    return LOOKAHEAD + paths
 
 
 @dataclass(slots=True, eq=False)
@@ -85,17 +87,19 @@ class GradMover:
         timeline: Timeline,
         device: torch.device,
         deadline_s: float,
+        paths: int = 1,
     ) -> None:
+        """`paths`: NVMe paths to keep writing at once."""
         self.sumsq: dict[Chunk, float] = {}
         self._store = store
         self._copies = copies
         self._pool = pool
         self._timeline = timeline
-        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._is_cuda = device.type == "cuda"
         self._deadline_s = deadline_s
         addends, totals = self._staging(chunks)
-        self._addends = Ring(slabs.take, count=RING_COUNT, nbytes=addends)
-        self._totals = Ring(slabs.take, count=RING_COUNT, nbytes=totals)
+        self._addends = Ring(slabs.take, count=ring_count(paths), nbytes=addends)
+        self._totals = Ring(slabs.take, count=ring_count(paths), nbytes=totals)
         self._written: dict[Chunk, Work] = {}
         self._pending: deque[Move | Arrival] = deque()
         self._unfinished = 0
@@ -141,15 +145,6 @@ class GradMover:
         """Until every chunk that rests on NVMe is there."""
         self.wait_landed()
         join(self._written.values()).wait()
-
-    def download(self, source: Tensor, ready: torch.cuda.Event | None, target: Tensor) -> Work:
-        """Start to bring `source` down once `ready` has happened."""
-        if self._side_stream is None or ready is None:
-            return self._copies.download(source, target)
-        with torch.cuda.stream(self._side_stream):
-            # Not after all that compute has queued by now, only after the gradient itself.
-            self._side_stream.wait_event(ready)
-            return self._copies.download(source, target)
 
     def clear(self) -> None:
         """Forget the sums, after `wait_landed()`. Writes under way go on, and the next write of a chunk comes after them."""
@@ -211,12 +206,13 @@ class GradMover:
         move.guard.wait()
         total, total_loan, fetched = self._begin_total(move)
         if move.is_first and chunk.grad_dtype == chunk.dtype:
-            return _Landing(move, total, None, total_loan, None, self.download(move.source, move.ready, total))
-        if self._side_stream is None:
+            return _Landing(move, total, None, total_loan, None, self._copies.download(move.source, total, after=move.ready))
+        if not self._is_cuda:
             return _Landing(move, total, move.source, total_loan, None, fetched)
         addend_loan = self._addends.take()
         addend = typed(addend_loan, chunk.dtype, chunk.numel)
-        return _Landing(move, total, addend, total_loan, addend_loan, join((fetched, self.download(move.source, move.ready, addend))))
+        downloaded = self._copies.download(move.source, addend, after=move.ready)
+        return _Landing(move, total, addend, total_loan, addend_loan, join((fetched, downloaded)))
 
     def _begin_total(self, move: Move) -> tuple[Tensor, Tensor | None, Work]:
         """Where the sum is, the ring buffer if it is one, and the read that brings the sum so far."""
@@ -292,7 +288,7 @@ class GradMover:
         addends = totals = 0
         for chunk in chunks:
             tier = self._store.tier(chunk.key(Group.GRAD))
-            addend, total = landing_bytes(chunk.numel, chunk.dtype, chunk.grad_dtype, tier, is_cuda=self._side_stream is not None)
+            addend, total = landing_bytes(chunk.numel, chunk.dtype, chunk.grad_dtype, tier, is_cuda=self._is_cuda)
             addends, totals = max(addends, addend), max(totals, total)
         return addends, totals
 

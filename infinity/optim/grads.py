@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -68,21 +68,24 @@ class Grads:
         timeline: Timeline,
         device: torch.device,
         deadline_s: float,
+        paths: int = 1,
     ) -> None:
+        """`paths`: NVMe paths to keep writing at once."""
         self._chunks = tuple(chunks)
         self._by_flat: dict[FlatKey, list[Chunk]] = {}
         for chunk in self._chunks:
             self._by_flat.setdefault(chunk.flat_key, []).append(chunk)
         self._store = store
+        self._copies = copies
         self._device = device
         self._deadline_s = deadline_s
         self._mover = GradMover(
-            self._chunks, store=store, copies=copies, pool=pool, slabs=slabs, timeline=timeline, device=device, deadline_s=deadline_s
+            self._chunks, store=store, copies=copies, pool=pool, slabs=slabs, timeline=timeline, device=device, deadline_s=deadline_s, paths=paths
         )
         self._present: dict[FlatKey, frozenset[int]] = {}
         self._begun: set[Chunk] = set()
-        self._sums: dict[FlatKey, Tensor] = {}
-        """Per flat that came down whole: the sums of squares of its chunks, fp64 on the compute device."""
+        self._norms: dict[FlatKey, tuple[Tensor, ...]] = {}
+        """Per flat that came down whole: the norms of its chunks, fp64 [] each on the compute device."""
         self._sums_on_device = device.type == "cuda"
         """A GPU sums a whole flat gradient in passing; the CPU does it on the mover's thread."""
         self.arrivals = 0
@@ -140,11 +143,11 @@ class Grads:
             count.start(0)
             return
         count.start(1)
-        arrived = COMPLETED if is_there else self._mover.download(grad, ready, rest)
+        arrived = COMPLETED if is_there else self._copies.download(grad, rest, after=ready)
         if not self._sums_on_device:
             self._mover.push([Arrival(tuple(chunks), rest, arrived, count.down)])
         else:
-            self._sums[chunks[0].flat_key] = _sumsq_of([grad[chunk.interval.start : chunk.interval.stop] for chunk in chunks])
+            self._norms[chunks[0].flat_key] = _norms_of([grad[chunk.interval.start : chunk.interval.stop] for chunk in chunks])
             self._mover.push([Arrival((), rest, arrived, count.down)])
 
     def _send_chunks(self, chunks: list[Chunk], grad: Tensor, ready: torch.cuda.Event | None, count: _Countdown) -> None:
@@ -198,14 +201,14 @@ class Grads:
         chunks = [chunk for chunk in self._chunks if chunk in self._begun and self._store.tier(chunk.key(Group.GRAD)) is Tier.HBM]
         if not chunks:
             return {}
-        return dict(zip(chunks, _sumsq_of([self._resident(chunk) for chunk in chunks]).tolist(), strict=True))
+        return _squared(chunks, _norms_of([self._resident(chunk) for chunk in chunks]))
 
     def _sumsq_on_arrival(self) -> dict[Chunk, float]:
         """What the GPU summed up before the gradients went down. One read for all."""
-        if not self._sums:
+        if not self._norms:
             return {}
-        chunks = [chunk for flat_key in self._sums for chunk in self._by_flat[flat_key]]
-        return dict(zip(chunks, torch.cat(list(self._sums.values())).tolist(), strict=True))
+        chunks = [chunk for flat_key in self._norms for chunk in self._by_flat[flat_key]]
+        return _squared(chunks, [norm for norms in self._norms.values() for norm in norms])
 
     def take(self) -> GradSet:
         """All gradients since the last step, added up; the next arrival starts afresh. Waits.
@@ -234,7 +237,7 @@ class Grads:
     def _forget(self) -> None:
         self._present = {}
         self._begun = set()
-        self._sums = {}
+        self._norms = {}
         self._mover.clear()
 
     def _resident(self, chunk: Chunk) -> Tensor:
@@ -243,9 +246,14 @@ class Grads:
         return typed(resident, chunk.grad_dtype, chunk.numel)
 
 
-def _sumsq_of(tensors: list[Tensor]) -> Tensor:
-    """[len(tensors)] fp64 on their device."""
-    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square()
+def _norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """fp64 [] each, on their device."""
+    return tuple(torch._foreach_norm(tensors, 2, torch.float64))
+
+
+def _squared(chunks: Sequence[Chunk], norms: Sequence[Tensor]) -> dict[Chunk, float]:
+    """Waits for the device."""
+    return dict(zip(chunks, torch.stack(list(norms)).square().tolist(), strict=True))
 
 
 class _Countdown:

@@ -55,6 +55,8 @@ class TieredAdamW(torch.optim.Optimizer):
         """Updates made since the start of the process."""
         self.on_update: Callable[[], None] = lambda: None
         """Called when parameters are about to change: whoever fetched some ahead gives them up."""
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called while a step is under way, whenever more of the parameters have their new values."""
         self.on_cleared: Callable[[], None] = lambda: None
         """Called whenever no gradient is left: whoever shows `param.grad` to users can forget it."""
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -143,7 +145,7 @@ class TieredAdamW(torch.optim.Optimizer):
         self._pipeline.check()
         grads = self._grads.take()
         try:
-            self._pipeline.step(rules, grads, grad_scale)
+            self._pipeline.step(rules, grads, grad_scale, self.on_progress)
         except BaseException as error:
             grads.fail(error)  # nobody waits for a step that never began
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from infinity.optim.chunks import Chunk, Rules, segments
 from infinity.optim.grad_mover import typed
 from infinity.optim.grads import GradSet
 from infinity.optim.promise import Promise
+from infinity.optim.ring import Ring
 from infinity.optim.staging import Homes, Staging
 from infinity.optim.stream_work import stream_work
 from infinity.storage.copies import Copies
@@ -25,8 +26,10 @@ from infinity.storage.tiers import Pools
 from infinity.storage.work import COMPLETED, Work, join
 from infinity.timeline import Timeline
 
-BUFFERS = 3
-"""Of each kind in the update: one being read, one being updated, one being written."""
+
+def buffer_count(paths: int) -> int:
+    """Buffers of each kind in the update: one that is updated, and for each of `paths` NVMe paths one being read and one being written."""
+    return 2 * paths + 1
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +80,7 @@ class Pipeline:
         timeline: Timeline,
         device: torch.device,
         deadline_s: float,
-        buffers: int = BUFFERS,
+        buffers: int = 3,
     ) -> None:
         assert buffers >= 3, "one chunk is read, one updated and one written at the same time"
         self._chunks = tuple(chunks)
@@ -88,6 +91,7 @@ class Pipeline:
         self._timeline = timeline
         self._device = device
         self._deadline_s = deadline_s
+        self._homes = {chunk: Homes.of(store.tier, chunk.key(Group.OPTIMIZER)) for chunk in self._chunks}
         self._staging = Staging(self._chunks, store, pools=pools, device=device, count=buffers)
         self._step: _Step | None = None
         self._updated: dict[int, Promise] = {}
@@ -98,11 +102,15 @@ class Pipeline:
         """(CPU memory, HBM) held beside the states at rest."""
         return self._staging.cpu_bytes, self._staging.hbm_bytes
 
-    def step(self, rules: Rules, grads: GradSet, grad_scale: float) -> None:
-        """Update every parameter that has a rule, from gradients times `grad_scale`, and wait until all is at rest; in HBM, queued on the stream."""
+    def step(self, rules: Rules, grads: GradSet, grad_scale: float, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Update every parameter that has a rule, from gradients times `grad_scale`, and wait until all is at rest; in HBM, queued on the stream.
+
+        `on_progress` is called after each unit, of which `is_updated` may be true now.
+        """
         self.begin(rules, grads, grad_scale)
         for unit in self.units():
             self.run_unit(unit)
+            on_progress()
         self.finish()
 
     def begin(self, rules: Rules, grads: GradSet, grad_scale: float) -> None:
@@ -137,6 +145,10 @@ class Pipeline:
     def updated(self, unit: int) -> Work:
         """Over when the unit's parameters and states of the last step begun are at rest. Raises what the step raised."""
         return self._updated.get(unit, COMPLETED)
+
+    def is_updated(self, unit: int) -> bool:
+        """Whether the unit's parameters at rest are those of the last step begun."""
+        return self.updated(unit).is_completed()
 
     def finish(self) -> None:
         """Wait until the last write is over."""
@@ -180,8 +192,7 @@ class Pipeline:
         """Update the next chunk of the step. The Work is over when its states and parameters are at rest."""
         self._read_ahead(step)
         if not step.hands:
-            with self._timeline.stall(Lane.NVME_WRITE, "staging buffers"):
-                self._read_next(step)
+            self._read_next(step)
         hand = step.hands.popleft()
         if not hand.arrived.is_completed():
             with self._timeline.stall(Lane.NVME_READ, str(hand.chunk.key(Group.OPTIMIZER))):
@@ -195,12 +206,12 @@ class Pipeline:
 
     def _read_ahead(self, step: _Step) -> None:
         """Start the reads of coming chunks, as many as get a buffer without waiting; chunks in memory, which need none, do not stand in the way."""
-        while step.unread and self._staging.can_read(self._homes(step.unread[0])):
+        while step.unread and self._staging.can_read(self._homes[step.unread[0]]):
             self._read_next(step)
 
     def _read_next(self, step: _Step) -> None:
         chunk = step.unread.popleft()
-        homes = self._homes(chunk)
+        homes = self._homes[chunk]
         states, states_loan, states_arrived = self._read_states(chunk, homes)
         grad, grad_loan, grad_arrived = self._read_grad(chunk, homes)
         step.hands.append(_Hand(chunk, homes, states, states_loan, grad, grad_loan, join((states_arrived, grad_arrived))))
@@ -209,7 +220,7 @@ class Pipeline:
         key = chunk.key(Group.OPTIMIZER)
         if not homes.stages_states:
             return self._resident(chunk, Group.OPTIMIZER), None, COMPLETED
-        loan = self._staging.states.take()
+        loan = self._take(self._staging.states)
         states = loan[: len(OPTIMIZER_STATES) * chunk.numel * torch.float32.itemsize]
         return states, loan, self._store.fetch(key, states)
 
@@ -217,7 +228,7 @@ class Pipeline:
         key = chunk.key(Group.GRAD)
         if not homes.stages_grad:
             return typed(self._resident(chunk, Group.GRAD), chunk.grad_dtype, chunk.numel), None, COMPLETED
-        loan = self._staging.grads.take()
+        loan = self._take(self._staging.grads)
         grad = typed(loan, chunk.grad_dtype, chunk.numel)
         resident = self._store.resident(key)
         if resident is None:
@@ -241,7 +252,7 @@ class Pipeline:
         chunk = hand.chunk
         if not hand.homes.stages_param:
             return typed(self._resident(chunk, Group.PARAM), chunk.dtype, chunk.numel), None
-        loan = self._staging.params.take()
+        loan = self._take(self._staging.params)
         return typed(loan, chunk.dtype, chunk.numel), loan
 
     def _write_states(self, hand: _Hand) -> Work:
@@ -325,8 +336,12 @@ class Pipeline:
             for gap in _gaps(runs, hand.chunk.numel):
                 param[gap].copy_(states[0][gap])
 
-    def _homes(self, chunk: Chunk) -> Homes:
-        return Homes.of(self._store.tier, chunk.key(Group.OPTIMIZER))
+    def _take(self, ring: Ring) -> Tensor:
+        """A buffer in CPU memory; one that is waited for is being written."""
+        if ring.has_free():
+            return ring.take()
+        with self._timeline.stall(Lane.NVME_WRITE, "staging buffers"):
+            return ring.take()
 
     def _resident(self, chunk: Chunk, group: Group) -> Tensor:
         resident = self._store.resident(chunk.key(group))

@@ -10,7 +10,6 @@ import torch
 
 from infinity.errors import CapacityError
 from infinity.kinds import OPTIMIZER_STATES, Group, Lane, Tier
-from infinity.optim.pipeline import BUFFERS
 from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, pieces, place, specs_of
 from infinity.planner.working import ACTIVATIONS, Job, Working, live_bytes, working
 from infinity.sharding.layout import CHUNK_GRANULE, UnitLayout
@@ -21,7 +20,7 @@ from infinity.storage.slabs import PAGE_BYTES, slab_bytes
 _FEWEST_ELEMENTS = 16 * CHUNK_GRANULE
 """Smaller chunks are not worth their requests, however small the budget."""
 
-_FEWEST_AHEAD, _MOST_AHEAD = 2, 8
+_FEWEST_AHEAD, _MOST_AHEAD = 2, 12
 """Units fetched ahead where nobody says how many."""
 
 
@@ -49,8 +48,8 @@ class Plan:
     rates: Rates
     num_params: int
     prefetch_units: int
-    buffers: int = BUFFERS
-    """Staging buffers of each kind in the update."""
+    paths: int = 1
+    """NVMe paths that staging keeps busy at once."""
     baseline: Mapping[Tier, int] = field(default_factory=dict)
     """What the process held before the engine came, which the budgets do not count."""
 
@@ -133,7 +132,9 @@ def make_plan(
     settled = (None if wish.is_cut else _settle_whole(job, limits)) or _settle(job, _chunk_numel(job, limits), limits)
     if settled is None:
         raise _too_small(job, limits, activations)
-    settled, buffers = _with_buffers(job, settled, limits, num_paths)
+    job, settled = _with_staging(job, settled, limits, num_paths)
+    if wish.prefetch_units is None:
+        job, settled = _with_units_ahead(job, settled, limits)
     specs = specs_of(settled.chunks, settled.placement, wish.accumulates)
     return Plan(
         device=device,
@@ -145,20 +146,36 @@ def make_plan(
         rates=rates,
         num_params=sum(slot.numel for layout in layouts for flat in layout.flats for slot in flat.slots),
         prefetch_units=job.ahead,
-        buffers=buffers,
+        paths=job.paths,
     )
 
 
-def _with_buffers(job: Job, settled: _Settled, limits: Mapping[Tier, int], num_paths: int) -> tuple[_Settled, int]:
-    """As many staging buffers as keep every path reading one chunk and writing another beside the one that is updated.
+def _with_staging(job: Job, settled: _Settled, limits: Mapping[Tier, int], num_paths: int) -> tuple[Job, _Settled]:
+    """As much staging as keeps every path busy.
 
-    Where they do not fit in what the budgets have left, or would take more than a quarter of the CPU's, it is as many as do.
+    Where it does not fit in what the budgets have left, or would take more than a quarter of the CPU's, it is for as many as do.
     """
-    for buffers in range(2 * num_paths + 1, job.buffers, -1):
-        wider = settled._replace(items=working(replace(job, buffers=buffers), settled.chunks, settled.placement))
-        if _leaves_room(job, wider, limits):
-            return wider, buffers
-    return settled, job.buffers
+    for paths in range(num_paths, job.paths, -1):
+        wider, held = _widened(replace(job, paths=paths), settled)
+        if _leaves_room(wider, held, limits):
+            return wider, held
+    return job, settled
+
+
+def _with_units_ahead(job: Job, settled: _Settled, limits: Mapping[Tier, int]) -> tuple[Job, _Settled]:
+    """As many units ahead as half of what the budget has left over takes; the other half stays for modules that are gathered."""
+    held_bytes = _resting(job, settled, job.compute) + settled.working_bytes(job.compute)
+    limit = held_bytes + (limits[job.compute] - held_bytes) // 2
+    for ahead in range(_MOST_AHEAD, job.ahead, -1):
+        wider, held = _widened(replace(job, ahead=ahead), settled)
+        if not _over(wider, held, job.compute, limit):
+            return wider, held
+    return job, settled
+
+
+def _widened(job: Job, settled: _Settled) -> tuple[Job, _Settled]:
+    """The same placement, beside which more is held."""
+    return job, settled._replace(items=working(job, settled.chunks, settled.placement))
 
 
 def _leaves_room(job: Job, settled: _Settled, limits: Mapping[Tier, int]) -> bool:

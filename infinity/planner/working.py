@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from infinity.kinds import Group, Tier
-from infinity.optim.grad_mover import RING_COUNT, landing_bytes
-from infinity.optim.pipeline import BUFFERS
+from infinity.optim.grad_mover import landing_bytes, ring_count
+from infinity.optim.pipeline import buffer_count
 from infinity.optim.staging import Homes, ring_bytes
 from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, grad_dtype
 from infinity.sharding.layout import UnitLayout
 from infinity.storage import publish
 from infinity.storage.slabs import footprint, slab_bytes
-
-STAGING = 4
-"""Pinned buffers between NVMe reads and uploads."""
 
 ON_THEIR_WAY = "gradients on their way"
 LIVE = "live units"
@@ -46,8 +43,8 @@ class Job:
     ahead: int
     """Units fetched ahead of the one in use."""
     device: torch.device
-    buffers: int = BUFFERS
-    """Staging buffers of each kind in the update."""
+    paths: int = 1
+    """NVMe paths that staging keeps busy at once."""
 
     @property
     def compute(self) -> Tier:
@@ -59,6 +56,11 @@ def working(job: Job, chunks: Sequence[Piece], placement: Placement) -> list[Wor
     """Everything held beside what rests, once `chunks` rest where `placement` says."""
     staging = (replace(item, is_staging=True) for item in (*_rings(job, chunks, placement), *_windows(job, chunks, placement)))
     return [item for item in (*_units(job, chunks, placement), *_gradients(job), *staging) if item.nbytes]
+
+
+def upload_buffers(paths: int) -> int:
+    """Pinned buffers between NVMe reads and uploads: one being read from each path, three on their way up."""
+    return paths + 3
 
 
 def _units(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
@@ -99,13 +101,13 @@ def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[
         addend, total = landing_bytes(piece.numel, dtype, resting, homes.grad, is_cuda=job.device.type == "cuda")
         wanted.update(addends=addend, totals=total, update=piece.numel * STATE_BYTES if homes.on_gpu else 0)
         ring.update((name, max(nbytes, ring.get(name, 0))) for name, nbytes in wanted.items())
-    yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=job.buffers * slab_bytes(ring.get("states", 0)))
-    yield Working(name="parameter ring", tier=Tier.CPU, nbytes=job.buffers * slab_bytes(ring.get("params", 0)))
-    yield Working(name="gradient ring", tier=Tier.CPU, nbytes=job.buffers * slab_bytes(ring.get("grads", 0)))
+    yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=buffer_count(job.paths) * slab_bytes(ring.get("states", 0)))
+    yield Working(name="parameter ring", tier=Tier.CPU, nbytes=buffer_count(job.paths) * slab_bytes(ring.get("params", 0)))
+    yield Working(name="gradient ring", tier=Tier.CPU, nbytes=buffer_count(job.paths) * slab_bytes(ring.get("grads", 0)))
     landing = slab_bytes(ring.get("addends", 0)) + slab_bytes(ring.get("totals", 0))
-    yield Working(name="landing gradients", tier=Tier.CPU, nbytes=RING_COUNT * landing)
+    yield Working(name="landing gradients", tier=Tier.CPU, nbytes=ring_count(job.paths) * landing)
     device_rings = ring.get("device_grads", 0) + ring.get("device_params", 0)
-    yield Working(name="rings of the update", tier=Tier.HBM, nbytes=job.buffers * device_rings)
+    yield Working(name="rings of the update", tier=Tier.HBM, nbytes=buffer_count(job.paths) * device_rings)
     yield Working(name="fp32 gradient of a chunk", tier=Tier.HBM, nbytes=ring.get("update", 0))
 
 
@@ -116,7 +118,7 @@ def _windows(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterato
         if placement[piece.key] is Tier.NVME:
             largest[piece.key.group] = max(largest[piece.key.group], slab_bytes(piece.nbytes))
     if job.device.type == "cuda":
-        yield Working(name="upload staging", tier=Tier.CPU, nbytes=STAGING * largest[Group.PARAM])
+        yield Working(name="upload staging", tier=Tier.CPU, nbytes=upload_buffers(job.paths) * largest[Group.PARAM])
     yield Working(name="chunks to save and load", tier=Tier.CPU, nbytes=largest[Group.PARAM] + largest[Group.OPTIMIZER])
     in_hbm = (piece.nbytes for piece in chunks if piece.key.group is not Group.GRAD and placement[piece.key] is Tier.HBM)
     yield Working(name="publishing from HBM", tier=Tier.CPU, nbytes=publish.staging_bytes(max(in_hbm, default=0)))

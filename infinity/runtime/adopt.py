@@ -9,7 +9,6 @@ from torch import Tensor
 
 from infinity import native
 from infinity.kinds import Group
-from infinity.optim.pipeline import BUFFERS
 from infinity.optim.ring import Ring
 from infinity.runtime.units import Unit
 from infinity.sharding.layout import FlatLayout, Interval
@@ -23,6 +22,9 @@ _PIECE_BYTES = 8 * MiB
 
 OnRead = Callable[[Tensor], None]
 """Told of each piece of a parameter that was read: what lies in a file may leave memory again."""
+
+_BUFFERS = 3
+"""One that is filled, two being written."""
 
 
 class Adoption:
@@ -48,7 +50,7 @@ class Adoption:
     def _ring(self, keys: Sequence[ChunkKey]) -> Ring:
         """Buffers for the chunks on NVMe: one is filled while the others are written."""
         sizes = [self._store.spec(key).padded_nbytes for key in keys if self._store.resident(key) is None]
-        return Ring(self._slabs.take, count=min(BUFFERS, len(sizes)), nbytes=max(sizes, default=0))
+        return Ring(self._slabs.take, count=min(_BUFFERS, len(sizes)), nbytes=max(sizes, default=0))
 
     def take(self, unit: Unit, values: Sequence[Tensor]) -> None:
         """Fill a unit's chunks from full parameter values, one per parameter, in the unit's order. Raises StorageError."""

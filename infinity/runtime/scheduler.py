@@ -223,14 +223,14 @@ class Scheduler:
             self._trace.restart()
             self._changed.notify_all()
 
-    def warm(self) -> None:
-        """Start on the first units of the next forward."""
+    def warm(self, is_updated: Callable[[int], bool] = lambda index: True) -> None:
+        """Start on the first units of the next forward, but for those whose parameters are still to change."""
         with self._changed:
             self._check()
             for index in self._trace.first(self._prefetch_units + 1):
-                if index not in self._fetches:
+                if index not in self._fetches and is_updated(index):
                     self._request(index)
-            self._changed.notify_all()
+            self._wake_mover()
 
     def close(self) -> None:
         """Stop the threads and drop every buffer. Waiters raise ClosedError."""

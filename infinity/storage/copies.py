@@ -46,7 +46,7 @@ class Copies:
 
     Casts happen on the device, so the wire carries the dtype of the CPU side. `upload` does not wait for the current
     stream: allocate its target on `upload_stream`, or hand in memory that nothing queued still uses.
-    `download` starts after the work that the caller's current stream has queued.
+    `download` starts once `after` has happened, or after the work that the caller's current stream has queued.
     """
 
     def __init__(self, device: torch.device, timeline: Timeline) -> None:
@@ -77,11 +77,12 @@ class Copies:
         source: torch.Tensor,  # [n] on the device; kept alive until the work is over
         target: torch.Tensor,  # [n] CPU, pinned for speed; undefined until the work is over
         name: str = "download",
+        after: torch.cuda.Event | None = None,
     ) -> CopyWork:
         assert source.numel() == target.numel(), f"{name}: {source.numel()} elements into {target.numel()}"
         if self._lanes is None:
             return self._copy(Lane.DOWNLOAD, source, target, name)
-        return self._lanes.download(source, target, name)
+        return self._lanes.download(source, target, name, after)
 
     def wait_for_uploads(self, timeout_s: float) -> None:
         """Every upload started so far is over: their sources may be written. Raises MoverError at the deadline."""
@@ -139,8 +140,8 @@ class _CudaLanes:
                 target.copy_(source.to(self.device, non_blocking=True).view(target.shape))
             return self._track(Lane.UPLOAD, name, source.nbytes, start, self._mark(self.up), (source, target))
 
-    def download(self, source: torch.Tensor, target: torch.Tensor, name: str) -> CopyWork:
-        self.down.wait_stream(torch.cuda.current_stream(self.device))
+    def download(self, source: torch.Tensor, target: torch.Tensor, name: str, after: torch.cuda.Event | None) -> CopyWork:
+        self.down.wait_event(after or torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self.down):
             start = self._mark(self.down)
             target.copy_(source.to(target.dtype).view(target.shape), non_blocking=True)

@@ -258,18 +258,31 @@ def test_the_plan_is_printed_with_every_budget():
     assert "24.00 MiB" in text and "nvme-read" in text and "2,097,152 parameters" in text
 
 
-def test_units_ahead_grow_with_the_budget_to_an_eighth_of_it_and_never_below_two():
-    layouts = model(*[1 << 18] * 20)  # a MiB each, so that n ahead are n + 2 MiB live
-    made = {limit: plan(layouts, limit * MiB, prefetch=None, chunk=1 << 14, **PINNED).prefetch_units for limit in (16, 32, 48, 64, 80, 800)}
-    assert made == {16: 2, 32: 2, 48: 4, 64: 6, 80: 8, 800: 8}
+def test_units_ahead_grow_with_an_eighth_of_a_budget_that_states_fill_and_are_never_below_two():
+    layouts = model(*[1 << 18] * 80)  # a MiB each, so that n ahead are n + 2 MiB live; 400 MiB of states
+    made = {limit: plan(layouts, limit * MiB, prefetch=None, chunk=1 << 14) for limit in (16, 32, 48, 64, 80, 120)}
+    assert {limit: one.prefetch_units for limit, one in made.items()} == {16: 2, 32: 2, 48: 4, 64: 6, 80: 8, 120: 12}
+    assert all(one.resting(Tier.NVME) and one.spare_bytes(Tier.CPU) < 4 * MiB for one in made.values())
     assert plan(layouts, 800 * MiB, prefetch=0, **PINNED).prefetch_units == 0
 
 
+@given(limit=st.integers(16, 128))
+def test_units_ahead_take_half_of_what_a_budget_has_left_over(limit):
+    layouts, options = model(*[1 << 18] * 20), {"chunk": 1 << 14, **PINNED}
+    auto, two = plan(layouts, limit * MiB, prefetch=None, **options), plan(layouts, limit * MiB, prefetch=2, **options)
+    assert auto.specs == two.specs and 2 <= auto.prefetch_units <= 12
+    if auto.prefetch_units > 2:
+        assert auto.spare_bytes(Tier.CPU) >= two.spare_bytes(Tier.CPU) // 2 or auto.working_bytes(Tier.CPU, "live units") <= limit * MiB // 8
+    if auto.prefetch_units < 12:
+        more = plan(layouts, limit * MiB, prefetch=auto.prefetch_units + 1, **options)
+        assert more.spare_bytes(Tier.CPU) < two.spare_bytes(Tier.CPU) // 2
+
+
 @given(paths=st.integers(1, 8), limit=st.integers(16 * MiB, 256 * MiB))
-def test_every_path_reads_and_writes_a_chunk_beside_the_one_that_is_updated_where_there_is_room(paths, limit):
+def test_staging_keeps_every_path_busy_where_there_is_room(paths, limit):
     layouts, options = model(*[1 << 18] * 8), {"chunk": 1 << 16, **PINNED}
     one, several = plan(layouts, limit, **options), plan(layouts, limit, paths=paths, **options)
-    assert one.buffers == 3 <= several.buffers <= 2 * paths + 1
+    assert one.paths == 1 <= several.paths <= paths
     assert several.specs == one.specs and several.held_bytes(Tier.CPU) <= limit
     if limit == 256 * MiB:
-        assert several.buffers == 2 * paths + 1
+        assert several.paths == paths
