@@ -175,8 +175,15 @@ def _open_run(prepared: Prepared, closers: ExitStack) -> Kept:
 def _fill(prepared: Prepared, kept: Kept) -> None:
     """Unless the run goes on, the model's values become the store's; the model keeps none of them."""
     if kept.resumed is None:
-        chunk_numel, on_read = prepared.plan.chunk_numel, _on_read(prepared)
-        with Adoption(prepared.units, kept.store, kept.pools.plain, chunk_numel=chunk_numel, on_read=on_read) as adoption:
+        adoption = Adoption(
+            prepared.units,
+            kept.store,
+            kept.pools.plain,
+            chunk_numel=prepared.plan.chunk_numel,
+            room_bytes=prepared.plan.working_bytes(Tier.CPU),
+            on_read=_on_read(prepared),
+        )
+        with adoption:
             for unit in prepared.units:
                 adoption.take(unit, [param.detach() for param in unit.params])
                 _let_go(unit, prepared.device)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from engines import known_rates, settings
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import nn
@@ -108,6 +108,17 @@ configurations = st.fixed_dictionaries(
 
 @examples(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(shape=shapes, config=configurations)
+@example(  # what is frozen has larger chunks than anything the update stages
+    shape={"widths": [1, 500], "dim": 48, "nested": False, "tied": False, "frozen": 1, "twice": False},
+    config={
+        "budgets": {"cpu": 3 * MiB},
+        "placement": {"param": "nvme", "grad": "auto", "optimizer": "auto"},
+        "prefetch": {"units": 0},
+        "train": {"accumulation": 1},
+        "precision": {"dtype": "fp32"},
+        "optimizer": {"chunk_size": 512 * KiB, "max_grad_norm": 1.0},
+    },
+)
 def test_no_more_is_held_than_planned(path, shape, config):
     budget = config["budgets"]["cpu"]
     torch.manual_seed(0)

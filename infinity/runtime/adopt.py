@@ -14,7 +14,7 @@ from infinity.runtime.units import Unit
 from infinity.sharding.layout import FlatLayout, Interval
 from infinity.sizes import MiB
 from infinity.storage.chunks import ChunkKey
-from infinity.storage.slabs import SlabPool
+from infinity.storage.slabs import SlabPool, slab_bytes
 from infinity.storage.store import Store
 
 _PIECE_BYTES = 8 * MiB
@@ -23,23 +23,26 @@ _PIECE_BYTES = 8 * MiB
 OnRead = Callable[[Tensor], None]
 """Told of each piece of a parameter that was read: what lies in a file may leave memory again."""
 
-_BUFFERS = 3
+_MOST_BUFFERS = 3
 """One that is filled, two being written."""
 
 
 class Adoption:
     """Fills the chunks of a new store: parameters in the engine's dtypes, masters from the same values, moments zero. Use under `with`.
 
-    Borrows what the buffers of the update will take later, so a run begins inside its budget.
+    Borrows what training will work with later, `room_bytes` of CPU memory, so a run begins inside its budget; with room for fewer buffers there
+    are fewer, but always one for a chunk.
     """
 
-    def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, on_read: OnRead) -> None:
+    def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, room_bytes: int, on_read: OnRead) -> None:
         self._store = store
         self._slabs = slabs
         self._chunk_numel = chunk_numel
         self._on_read = on_read
         keys = [key for unit in units for f, flat in enumerate(unit.layout.flats) for keys, _ in self._chunks(unit, f, flat) for key in keys]
-        self._rings = {group: self._ring([key for key in keys if key.group is group]) for group in (Group.PARAM, Group.OPTIMIZER)}
+        sizes = {group: self._largest([key for key in keys if key.group is group]) for group in (Group.PARAM, Group.OPTIMIZER)}
+        count = max(1, min(_MOST_BUFFERS, room_bytes // max(1, sum(map(slab_bytes, sizes.values())))))
+        self._rings = {group: Ring(slabs.take, count=count, nbytes=nbytes) for group, nbytes in sizes.items()}
 
     def _chunks(self, unit: Unit, f: int, flat: FlatLayout) -> Iterator[tuple[list[ChunkKey], Interval]]:
         """Every chunk: its keys, of the parameter and of the states where it is trained."""
@@ -47,10 +50,9 @@ class Adoption:
         for c, interval in enumerate(flat.chunks(self._chunk_numel)):
             yield [ChunkKey(unit=unit.layout.index, flat=f, group=group, chunk=c) for group in groups], interval
 
-    def _ring(self, keys: Sequence[ChunkKey]) -> Ring:
-        """Buffers for the chunks on NVMe: one is filled while the others are written."""
-        sizes = [self._store.spec(key).padded_nbytes for key in keys if self._store.resident(key) is None]
-        return Ring(self._slabs.take, count=min(_BUFFERS, len(sizes)), nbytes=max(sizes, default=0))
+    def _largest(self, keys: Sequence[ChunkKey]) -> int:
+        """Bytes of the largest chunk on NVMe: it is filled in a buffer."""
+        return max((self._store.spec(key).padded_nbytes for key in keys if self._store.resident(key) is None), default=0)
 
     def take(self, unit: Unit, values: Sequence[Tensor]) -> None:
         """Fill a unit's chunks from full parameter values, one per parameter, in the unit's order. Raises StorageError."""

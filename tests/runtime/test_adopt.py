@@ -75,8 +75,8 @@ class Rig:
         self.states = States(units, self.store, self.pool, chunk_numel=CHUNK, deadline_s=30)
         self.units = units
 
-    def adopt(self, on_read=lambda piece: None) -> None:
-        with Adoption(self.units, self.store, self.pool, chunk_numel=CHUNK, on_read=on_read) as adoption:
+    def adopt(self, on_read=lambda piece: None, room_bytes=1 << 20) -> None:
+        with Adoption(self.units, self.store, self.pool, chunk_numel=CHUNK, room_bytes=room_bytes, on_read=on_read) as adoption:
             for unit in self.units:
                 adoption.take(unit, [param.detach() for param in unit.params])
 
