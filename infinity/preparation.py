@@ -108,7 +108,7 @@ def preview_units(model: Model, config: Config) -> list[Unit]:
 
 def check_paths(config: Config) -> list[NvmePath]:
     """The configured paths, known to be usable; warnings for what is not a disk."""
-    paths = [NvmePath(path=Path(path.path), weight=path.weight, max_bytes=path.max_bytes) for path in config.nvme.paths]
+    paths = paths_of(config)
     for path in paths:
         found = probe.check_path(path.path)
         if found.warning:
@@ -199,7 +199,7 @@ def plan_units(
     plan = place_units(units, config, hardware, paths, before, goes_on=goes_on)
     if not plan.resting(Tier.NVME):
         return plan
-    measured = [probe.rates(path.path) for path in paths]
+    measured = [path.known_rates() for path in paths]
     rates = replace(plan.rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
     return replace(plan, rates=rates)
 
@@ -302,6 +302,16 @@ def _around(units: Sequence[Unit]) -> list[int]:
 
 def _tier(place: str) -> Tier | None:
     return None if place == "auto" else Tier(place)
+
+
+def paths_of(config: Config) -> list[NvmePath]:
+    """The NVMe paths as the store takes them."""
+    found = []
+    for entry in config.nvme.paths:
+        known = entry.read_rate is not None and entry.write_rate is not None
+        rates = probe.Rates(read=float(entry.read_rate or 0), write=float(entry.write_rate or 0), device="", date="") if known else None
+        found.append(NvmePath(path=Path(entry.path), weight=entry.weight, max_bytes=entry.max_bytes, rates=rates))
+    return found
 
 
 def held_now(device: torch.device) -> dict[Tier, int]:

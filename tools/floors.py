@@ -33,6 +33,7 @@ FLOORS: Mapping[str, int] = {
     "infinity.preparation": 6,
     "infinity.engine": 6,
     "infinity.doctor": 6,
+    "infinity.tune": 6,
     "infinity": 6,
     "infinity.cli": 7,
     "infinity.__main__": 7,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -56,6 +56,18 @@ class NvmePath(Section):
 
     max_bytes: Bytes | None = None
     """The most bytes to keep there. Unset: what is free."""
+
+    read_rate: Annotated[Number, Field(gt=0)] | None = None
+    """Bytes per second that the plan counts on, as `infinity tune` writes them. Unset: measured when a run starts, and kept beside it."""
+
+    write_rate: Annotated[Number, Field(gt=0)] | None = None
+    """The same for writing; both or neither."""
+
+    @model_validator(mode="after")
+    def _both_rates(self) -> Self:
+        if (self.read_rate is None) != (self.write_rate is None):
+            raise ValueError(f"{self.path} has one of read_rate and write_rate: set both, or neither so that they are measured")
+        return self
 
 
 def _as_path(value: object) -> object:

@@ -38,7 +38,7 @@ def _lines(config: Config) -> Iterator[str]:
 def _key_lines(name: str, field: FieldInfo, value: Any) -> Iterator[str]:
     yield from ("", *_comment(field.description or ""))
     shown = name.endswith("_size") or name in ("hbm", "activations", "cpu")  # sizes read as text
-    text = _size(value) if shown and isinstance(value, int) else _toml(value)
+    text = toml_size(value) if shown and isinstance(value, int) else toml_value(value)
     yield f"# {name} = (unset)" if value is None else f"{name} = {text}"
 
 
@@ -46,21 +46,21 @@ def _comment(text: str) -> list[str]:
     return [f"# {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH)]
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """A TOML literal. JSON's strings, numbers and booleans are TOML's too; None cannot be written and is left out of tables."""
     if isinstance(value, Section):
         value = {name: entry for name, entry in value if entry is not None}
-        return _toml(value["path"] if set(value) == {"path"} else value)
+        return toml_value(value["path"] if set(value) == {"path"} else value)
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{name} = {_toml(entry)}" for name, entry in value.items()) + " }"
+        return "{ " + ", ".join(f"{name} = {toml_value(entry)}" for name, entry in value.items()) + " }"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(entry) for entry in value) + "]"
+        return "[" + ", ".join(toml_value(entry) for entry in value) + "]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value)
 
 
-def _size(nbytes: int) -> str:
+def toml_size(nbytes: int) -> str:
     for factor, unit in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if nbytes and nbytes % factor == 0:
             return f'"{nbytes // factor}{unit}"'

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,9 +17,8 @@ from infinity.errors import InfinityError
 from infinity.kinds import Tier
 from infinity.planner.hardware import Hardware, available_memory
 from infinity.planner.plan import Plan
-from infinity.preparation import held_now, idle_keys, place_units, preview_units
+from infinity.preparation import held_now, idle_keys, paths_of, place_units, preview_units
 from infinity.sizes import format_bytes
-from infinity.storage.nvme import NvmePath
 
 PLAN = "plan"
 
@@ -41,7 +39,7 @@ def check_plan(config: Config, load: Load, device: torch.device) -> tuple[Plan |
 
     What does not fit is a failure. A builder that raises is a warning: with values it might work, which is how a run builds it.
     """
-    paths = [NvmePath(path=Path(path.path), weight=path.weight, max_bytes=path.max_bytes) for path in config.nvme.paths]
+    paths = paths_of(config)
     before = held_now(device)
     try:
         with _quiet():

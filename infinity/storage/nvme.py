@@ -20,7 +20,7 @@ from infinity.native import Aio, Backend
 from infinity.sizes import SECTOR_BYTES, MiB
 from infinity.storage.chunks import ChunkKey, ChunkSpec, as_bytes
 from infinity.storage.deal import FileDraft, Share, deal
-from infinity.storage.probe import facts, rates
+from infinity.storage.probe import Rates, facts, rates
 from infinity.storage.rundir import shard_name
 from infinity.storage.shardfile import ShardFile, lay_out
 from infinity.storage.work import AioWork, Work
@@ -40,6 +40,12 @@ class NvmePath:
     weight: float | None = None
     """Its share of the bytes relative to the other paths; None measures its rate."""
     max_bytes: int | None = None
+    rates: Rates | None = None
+    """As somebody measured them before; None measures them when they are asked for."""
+
+    def known_rates(self) -> Rates:
+        """May take some tenths of a second the first time. Raises StorageError when there is no room to measure."""
+        return self.rates or rates(self.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +232,7 @@ class NvmeTier:
     def _weight(self, path: NvmePath) -> float:
         if len(self._paths) == 1:
             return 1.0
-        return rates(path.path).weight if path.weight is None else path.weight
+        return path.known_rates().weight if path.weight is None else path.weight
 
     def _metadata(self, group: Group, generation: int) -> Mapping[str, str]:
         who = {"run": self._run, "rank": str(self._rank), "group": str(group), "generation": str(generation)}
