@@ -272,7 +272,7 @@ def _attach(prepared: Prepared, update: Update, scheduler: Scheduler, closers: E
     if prepared.device.type != "cpu":
         closers.callback(move_arguments(prepared.model, prepared.device).remove)
     update.optimizer.on_update = scheduler.invalidate
-    update.optimizer.on_progress = partial(scheduler.warm, update.pipeline.is_updated)
+    update.optimizer.on_progress = partial(scheduler.warm_updated, update.pipeline.is_updated)
     update.optimizer.on_cleared = hooks.forget_grads
     return hooks
 

@@ -261,6 +261,28 @@ def test_a_mover_that_dies_raises_in_the_main_thread(run, monkeypatch, error, ph
     assert infinity.initialize(tiny_gpt(), config_of(path) | {"store": {"resume": "never", "run": "other"}}).close() is None
 
 
+def test_a_mover_that_dies_during_the_update_does_not_break_it_off(run, monkeypatch):
+    engine, _ = run
+    step(engine, 2)
+    scheduler, pipeline, error = engine._parts.scheduler, engine._parts.pipeline, RuntimeError("gone")
+    begin = pipeline.begin
+
+    def die(fetch):
+        raise error
+
+    def begin_and_die(*args):
+        monkeypatch.setattr(scheduler, "_begin", die)
+        begin(*args)
+
+    monkeypatch.setattr(pipeline, "begin", begin_and_die)
+    engine.model(batches(1)[0]).backward()
+    with pytest.raises(MoverError) as caught:
+        engine.optimizer.step()
+        step(engine)
+    assert caught.value.__cause__ is error
+    assert pipeline.is_sound, "every parameter has made the step"
+
+
 def test_a_mover_that_vanishes_is_noticed(run, monkeypatch):
     engine, _ = run
     scheduler = engine._parts.scheduler

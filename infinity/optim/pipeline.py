@@ -108,9 +108,14 @@ class Pipeline:
         `on_progress` is called after each unit, of which `is_updated` may be true now.
         """
         self.begin(rules, grads, grad_scale)
-        for unit in self.units():
-            self.run_unit(unit)
-            on_progress()
+        try:
+            for unit in self.units():
+                self.run_unit(unit)
+                on_progress()
+        except BaseException as error:
+            if self._step is not None:  # not of a unit, whose failure has been told
+                self._fail(self._step, error)
+            raise
         self.finish()
 
     def begin(self, rules: Rules, grads: GradSet, grad_scale: float) -> None:

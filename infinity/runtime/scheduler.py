@@ -223,14 +223,23 @@ class Scheduler:
             self._trace.restart()
             self._changed.notify_all()
 
-    def warm(self, is_updated: Callable[[int], bool] = lambda index: True) -> None:
-        """Start on the first units of the next forward, but for those whose parameters are still to change."""
+    def warm(self) -> None:
+        """Start on the first units of the next forward. Raises what the mover died of."""
         with self._changed:
             self._check()
-            for index in self._trace.first(self._prefetch_units + 1):
-                if index not in self._fetches and is_updated(index):
-                    self._request(index)
-            self._wake_mover()
+            self._request_first(lambda index: True)
+
+    def warm_updated(self, is_updated: Callable[[int], bool]) -> None:
+        """The same of those whose parameters will not change any more, in a step that has begun: a dead mover is no reason to break it off."""
+        with self._changed:
+            if self._error is None and not self._closing:
+                self._request_first(is_updated)
+
+    def _request_first(self, is_wanted: Callable[[int], bool]) -> None:
+        for index in self._trace.first(self._prefetch_units + 1):
+            if index not in self._fetches and is_wanted(index):
+                self._request(index)
+        self._wake_mover()
 
     def close(self) -> None:
         """Stop the threads and drop every buffer. Waiters raise ClosedError."""

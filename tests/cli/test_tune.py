@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,11 +13,23 @@ from typer.testing import CliRunner
 from infinity.cli.main import app
 from infinity.config import load_config
 
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--size", "128m", "--runtime", "10ms", "--bs", "256k,1m", "--iodepth", "4", "--workers", "1", "--rounds", "2"]
 
 
 def tune(*words):
     return CliRunner().invoke(app, ["tune", *map(str, words)])
+
+
+def test_the_command_of_the_readme_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("infinity.tune.choice.MOST_SPREAD", 1000.0)
+    (line,) = re.findall(r"```sh\ninfinity tune (.*)\n```", (ROOT / "README.md").read_text(encoding="utf-8"))
+    for drive in ("nvme0", "nvme1"):
+        (tmp_path / drive).mkdir()
+    done = tune(*shlex.split(line.replace("/mnt/", f"{tmp_path}/")), *QUICK)
+    assert done.exit_code == 0, done.output
+    assert len(load_config("tuned.toml").nvme.paths) == 2
 
 
 def test_a_sweep_ends_in_a_configuration_a_picture_and_json(tmp_path, monkeypatch):

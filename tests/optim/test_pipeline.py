@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,6 +118,17 @@ def test_a_units_update_can_be_waited_for_while_others_run():
         r.pipeline.finish()
         assert r.pipeline.is_sound
         assert second.is_completed() and r.pipeline.updated(1).is_completed()
+
+
+def test_who_breaks_in_between_two_units_leaves_a_mix_of_two_steps_and_it_is_known():
+    with rig(everywhere(Tier.NVME)) as r:
+        r.backward(random_grads(SHAPES, torch.float32, 0))
+        taken = r.grads.take()
+        with pytest.raises(KeyboardInterrupt):
+            r.pipeline.step(rules_for(r.units, taken.present), taken, 1.0, on_progress=Mock(side_effect=[None, KeyboardInterrupt]))
+        assert not r.pipeline.is_sound
+        with pytest.raises(MoverError, match="mix of two steps"):
+            r.pipeline.check()
 
 
 PLACEMENTS = {
