@@ -208,7 +208,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         timeline=kept.timeline,
         device=device,
         deadline_s=deadline_s,
-        paths=prepared.plan.paths,
+        busy_paths=prepared.plan.busy_paths,
     )
     closers.callback(grads.close)
     pipeline = Pipeline(
@@ -221,7 +221,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         timeline=kept.timeline,
         device=device,
         deadline_s=deadline_s,
-        buffers=buffer_count(prepared.plan.paths),
+        buffers=buffer_count(prepared.plan.busy_paths),
     )
     closers.callback(pipeline.close)
     loss_scale = _loss_scale(config)
@@ -344,4 +344,4 @@ def _staging(plan: Plan, pools: Pools) -> Reserve | None:
     sizes = [spec.padded_nbytes for spec in plan.specs if spec.tier is Tier.NVME and spec.key.group is Group.PARAM]
     if plan.device.type != "cuda" or not sizes:
         return None
-    return Reserve(pools.pinned, max(sizes), upload_buffers(plan.paths), "upload staging")
+    return Reserve(pools.pinned, max(sizes), upload_buffers(plan.busy_paths), "upload staging")

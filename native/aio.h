@@ -1,9 +1,9 @@
 /*
  * The engine's own structures.
  *
- * One mutex guards everything that is not constant; no system call that can take long runs under it. Memory of a request
- * lives until nobody can touch it: the caller's handle, the queue and every block hold a reference. A block that a dead
- * drive keeps is never given back, so neither is its request.
+ * One mutex guards everything that is not constant, but for a request's `finished` and the outcome that is fixed then; no
+ * system call that can take long runs under it. Memory of a request lives until nobody can touch it: the caller's handle,
+ * the queue and every block hold a reference. A block that a dead drive keeps is never given back, so neither is its request.
  */
 #pragma once
 

@@ -6,6 +6,7 @@ import errno
 import gc
 import logging
 import os
+import threading
 import time
 
 import pytest
@@ -271,25 +272,58 @@ def test_the_update_takes_the_threads_it_is_given_and_computes_the_same(tmp_path
     assert all(torch.equal(values[name], same[name]) for name in values)
 
 
+class Held:
+    """Writes that are not over before somebody lets them be."""
+
+    def __init__(self, work, gate):
+        self.work, self.gate = work, gate
+
+    def is_completed(self):
+        return self.gate.is_set() and self.work.is_completed()
+
+    def wait(self, timeout_s=None):
+        assert self.gate.wait(timeout_s)
+        self.work.wait(timeout_s)
+
+
 def test_the_next_forward_begins_to_arrive_during_the_update(tmp_path, monkeypatch):
     """Units whose new values are at rest come ahead while the others are still updated; none comes before."""
+    plain = tiny_gpt()
+    wanted = train(plain, adamw(plain), batches(4))
     with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path))) as engine:
-        train(engine.model, engine.optimizer, batches(2))
+        losses = train(engine.model, engine.optimizer, batches(2))
         pipeline, scheduler = engine._parts.pipeline, engine._parts.scheduler
-        run_unit, finish, updated, seen = pipeline.run_unit, pipeline.finish, [], []
+        run_unit, finish, gate = pipeline.run_unit, pipeline.finish, threading.Event()
+        updated, seen = [], []
+
+        def look():
+            seen.append((list(updated), list(scheduler._fetches)))
 
         def run_to_the_end(unit):
-            seen.append((list(updated), list(scheduler._fetches)))
+            look()
+            promise = pipeline._updated[unit]
+            if unit == 1:
+                keep = promise.keep
+                monkeypatch.setattr(promise, "keep", lambda writes: keep(Held(writes, gate)))
             run_unit(unit)
-            pipeline.updated(unit).wait()
-            updated.append(unit)
+            if unit != 1:
+                pipeline.updated(unit).wait()
+                updated.append(unit)
+
+        def finish_all():
+            look()
+            gate.set()
+            finish()
 
         monkeypatch.setattr(pipeline, "run_unit", run_to_the_end)
-        monkeypatch.setattr(pipeline, "finish", lambda: (seen.append((list(updated), list(scheduler._fetches))), finish()))
-        train(engine.model, engine.optimizer, batches(1))
-    ahead = [0, 1, 5]  # the first two units and the root, which every forward begins with and whose update comes last
+        monkeypatch.setattr(pipeline, "finish", finish_all)
+        losses += train(engine.model, engine.optimizer, batches(3)[2:])
+        monkeypatch.undo()
+        losses += train(engine.model, engine.optimizer, batches(4)[3:])
+    ahead = [0, 5]  # the first unit, and the root, which every forward begins with and whose update comes last; 1 is still being written
     assert [fetched for _, fetched in seen] == [[unit for unit in ahead if unit in updated] for updated, _ in seen]
-    assert [updated for updated, _ in seen] == [list(range(n)) for n in range(7)]
+    assert [updated for updated, _ in seen] == [[], [0], [0], [0, 2], [0, 2, 3], [0, 2, 3, 4], [0, 2, 3, 4, 5]]
+    assert losses == pytest.approx(wanted, rel=1e-5)
 
 
 class Counts(nn.Module):

@@ -261,6 +261,22 @@ def test_a_mover_that_dies_raises_in_the_main_thread(run, monkeypatch, error, ph
     assert infinity.initialize(tiny_gpt(), config_of(path) | {"store": {"resume": "never", "run": "other"}}).close() is None
 
 
+def test_an_interrupt_between_two_units_of_the_update_is_not_saved(run, tmp_path):
+    engine, _ = run
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    engine.optimizer.on_progress = interrupt
+    engine.model(batches(1)[0]).backward()
+    with pytest.raises(KeyboardInterrupt):
+        engine.optimizer.step()
+    for use in (engine.save, engine.load):
+        with pytest.raises(MoverError, match="mix of two steps"):
+            use(tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
+
+
 def test_a_mover_that_dies_during_the_update_does_not_break_it_off(run, monkeypatch):
     engine, _ = run
     step(engine, 2)

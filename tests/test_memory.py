@@ -98,7 +98,7 @@ configurations = st.fixed_dictionaries(
     {
         "budgets": st.fixed_dictionaries({"cpu": st.sampled_from([0, 3 * MiB, 12 * MiB, 40 * MiB, 256 * MiB])}),
         "placement": st.fixed_dictionaries({"param": anywhere, "grad": anywhere, "optimizer": anywhere}),
-        "prefetch": st.fixed_dictionaries({"units": st.integers(0, 4)}),
+        "prefetch": st.fixed_dictionaries({"units": st.integers(0, 4) | st.just("auto")}),
         "train": st.fixed_dictionaries({"accumulation": st.sampled_from([1, 2])}),
         "precision": st.fixed_dictionaries({"dtype": st.sampled_from(["fp32", "bf16"])}),
         "optimizer": st.fixed_dictionaries({"chunk_size": st.sampled_from([64 * KiB, 512 * KiB, 4 * MiB]), "max_grad_norm": st.just(1.0)}),
@@ -107,7 +107,7 @@ configurations = st.fixed_dictionaries(
 
 
 @examples(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(shape=shapes, config=configurations)
+@given(shape=shapes, config=configurations, drives=st.integers(1, 3))
 @example(  # what is frozen has larger chunks than anything the update stages
     shape={"widths": [1, 500], "dim": 48, "nested": False, "tied": False, "frozen": 1, "twice": False},
     config={
@@ -118,12 +118,14 @@ configurations = st.fixed_dictionaries(
         "precision": {"dtype": "fp32"},
         "optimizer": {"chunk_size": 512 * KiB, "max_grad_norm": 1.0},
     },
+    drives=1,
 )
-def test_no_more_is_held_than_planned(path, shape, config):
+def test_no_more_is_held_than_planned(path, shape, config, drives):
     budget = config["budgets"]["cpu"]
     torch.manual_seed(0)
     try:
-        engine = infinity.initialize(Blocks(**shape), settings(path, **config))
+        paths = [str(known_rates(path / str(drive))) for drive in range(drives)]
+        engine = infinity.initialize(Blocks(**shape), settings(path, nvme={"paths": paths}, **config))
     except infinity.errors.CapacityError as error:
         assert "budgets.cpu" in str(error) and budget < 256 * MiB
         return

@@ -187,9 +187,9 @@ class Optimizer(Section):
     four. Where the drives set the pace, fewer make the step no longer and leave cores to data loading and I/O."""
 
     chunk_size: Bytes = 16 * MiB
-    """Bytes of one fp32 state that are read, updated and written in one go: a multiple of 8KiB. The step
-    holds about three chunks of three states each in CPU memory. Halved where budgets.cpu is small; where all states rest in
-    one memory tier a chunk is a whole flat buffer."""
+    """Bytes of one fp32 state that are read, updated and written in one go: a multiple of 8KiB. The step holds three chunks of three
+    states each in CPU memory, with several paths two more for each. Halved where budgets.cpu is small; where all states rest in one
+    memory tier a chunk is a whole flat buffer."""
 
     @field_validator("chunk_size")
     @classmethod

@@ -26,9 +26,9 @@ LOOKAHEAD = 2
 """Chunks under way at a time: one that comes down while the one before is added up."""
 
 
-def ring_count(paths: int) -> int:
-    """Landing buffers of each kind: those under way, and one being written to each of `paths` NVMe paths."""
-    return LOOKAHEAD + paths
+def ring_count(busy_paths: int) -> int:
+    """Buffers of sums that rest on NVMe: those under way, and one being written to each of `busy_paths` NVMe paths."""
+    return LOOKAHEAD + busy_paths
 
 
 @dataclass(slots=True, eq=False)
@@ -87,9 +87,9 @@ class GradMover:
         timeline: Timeline,
         device: torch.device,
         deadline_s: float,
-        paths: int = 1,
+        busy_paths: int = 1,
     ) -> None:
-        """`paths`: NVMe paths to keep writing at once."""
+        """`busy_paths`: NVMe paths to keep writing at once."""
         self.sumsq: dict[Chunk, float] = {}
         self._store = store
         self._copies = copies
@@ -98,8 +98,8 @@ class GradMover:
         self._is_cuda = device.type == "cuda"
         self._deadline_s = deadline_s
         addends, totals = self._staging(chunks)
-        self._addends = Ring(slabs.take, count=ring_count(paths), nbytes=addends)
-        self._totals = Ring(slabs.take, count=ring_count(paths), nbytes=totals)
+        self._addends = Ring(slabs.take, count=LOOKAHEAD, nbytes=addends)
+        self._totals = Ring(slabs.take, count=ring_count(busy_paths), nbytes=totals)
         self._written: dict[Chunk, Work] = {}
         self._pending: deque[Move | Arrival] = deque()
         self._unfinished = 0

@@ -68,9 +68,9 @@ class Grads:
         timeline: Timeline,
         device: torch.device,
         deadline_s: float,
-        paths: int = 1,
+        busy_paths: int = 1,
     ) -> None:
-        """`paths`: NVMe paths to keep writing at once."""
+        """`busy_paths`: NVMe paths to keep writing at once."""
         self._chunks = tuple(chunks)
         self._by_flat: dict[FlatKey, list[Chunk]] = {}
         for chunk in self._chunks:
@@ -80,7 +80,15 @@ class Grads:
         self._device = device
         self._deadline_s = deadline_s
         self._mover = GradMover(
-            self._chunks, store=store, copies=copies, pool=pool, slabs=slabs, timeline=timeline, device=device, deadline_s=deadline_s, paths=paths
+            self._chunks,
+            store=store,
+            copies=copies,
+            pool=pool,
+            slabs=slabs,
+            timeline=timeline,
+            device=device,
+            deadline_s=deadline_s,
+            busy_paths=busy_paths,
         )
         self._present: dict[FlatKey, frozenset[int]] = {}
         self._begun: set[Chunk] = set()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ClosedError, MoverError
-from infinity.kinds import OPTIMIZER_STATES, Group, Lane
+from infinity.kinds import OPTIMIZER_STATES, Group, Lane, Tier
 from infinity.native import AdamSegment
 from infinity.optim.adamw import Kernel
 from infinity.optim.chunks import Chunk, Rules, segments
@@ -27,9 +27,9 @@ from infinity.storage.work import COMPLETED, Work, join
 from infinity.timeline import Timeline
 
 
-def buffer_count(paths: int) -> int:
-    """Buffers of each kind in the update: one that is updated, and for each of `paths` NVMe paths one being read and one being written."""
-    return 2 * paths + 1
+def buffer_count(busy_paths: int) -> int:
+    """Buffers of each kind in the update: one that is updated, and for each of `busy_paths` NVMe paths one being read and one being written."""
+    return 2 * busy_paths + 1
 
 
 @dataclass(slots=True, eq=False)
@@ -152,8 +152,15 @@ class Pipeline:
         return self._updated.get(unit, COMPLETED)
 
     def is_updated(self, unit: int) -> bool:
-        """Whether the unit's parameters at rest are those of the last step begun."""
-        return self.updated(unit).is_completed()
+        """Whether the unit's parameters at rest are those of the last step begun; never where that went wrong."""
+        update = self.updated(unit)
+        try:
+            if update.is_completed():
+                update.wait(0)
+                return True
+        except Exception:
+            pass  # `finish` raises it
+        return False
 
     def finish(self) -> None:
         """Wait until the last write is over."""
@@ -225,7 +232,7 @@ class Pipeline:
         key = chunk.key(Group.OPTIMIZER)
         if not homes.stages_states:
             return self._resident(chunk, Group.OPTIMIZER), None, COMPLETED
-        loan = self._take(self._staging.states)
+        loan = self._take(self._staging.states, Lane.NVME_WRITE)
         states = loan[: len(OPTIMIZER_STATES) * chunk.numel * torch.float32.itemsize]
         return states, loan, self._store.fetch(key, states)
 
@@ -233,7 +240,7 @@ class Pipeline:
         key = chunk.key(Group.GRAD)
         if not homes.stages_grad:
             return typed(self._resident(chunk, Group.GRAD), chunk.grad_dtype, chunk.numel), None, COMPLETED
-        loan = self._take(self._staging.grads)
+        loan = self._take(self._staging.grads, Lane.UPLOAD)
         grad = typed(loan, chunk.grad_dtype, chunk.numel)
         resident = self._store.resident(key)
         if resident is None:
@@ -257,7 +264,7 @@ class Pipeline:
         chunk = hand.chunk
         if not hand.homes.stages_param:
             return typed(self._resident(chunk, Group.PARAM), chunk.dtype, chunk.numel), None
-        loan = self._take(self._staging.params)
+        loan = self._take(self._staging.params, Lane.NVME_WRITE if hand.homes.param is Tier.NVME else Lane.UPLOAD)
         return typed(loan, chunk.dtype, chunk.numel), loan
 
     def _write_states(self, hand: _Hand) -> Work:
@@ -341,11 +348,11 @@ class Pipeline:
             for gap in _gaps(runs, hand.chunk.numel):
                 param[gap].copy_(states[0][gap])
 
-    def _take(self, ring: Ring) -> Tensor:
-        """A buffer in CPU memory; one that is waited for is being written."""
+    def _take(self, ring: Ring, lane: Lane) -> Tensor:
+        """A buffer in CPU memory; one that is waited for is being moved on over `lane`."""
         if ring.has_free():
             return ring.take()
-        with self._timeline.stall(Lane.NVME_WRITE, "staging buffers"):
+        with self._timeline.stall(lane, "staging buffers"):
             return ring.take()
 
     def _resident(self, chunk: Chunk, group: Group) -> Tensor:

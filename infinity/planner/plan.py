@@ -48,7 +48,7 @@ class Plan:
     rates: Rates
     num_params: int
     prefetch_units: int
-    paths: int = 1
+    busy_paths: int = 1
     """NVMe paths that staging keeps busy at once."""
     baseline: Mapping[Tier, int] = field(default_factory=dict)
     """What the process held before the engine came, which the budgets do not count."""
@@ -146,7 +146,7 @@ def make_plan(
         rates=rates,
         num_params=sum(slot.numel for layout in layouts for flat in layout.flats for slot in flat.slots),
         prefetch_units=job.ahead,
-        paths=job.paths,
+        busy_paths=job.busy_paths,
     )
 
 
@@ -155,27 +155,31 @@ def _with_staging(job: Job, settled: _Settled, limits: Mapping[Tier, int], num_p
 
     Where it does not fit in what the budgets have left, or would take more than a quarter of the CPU's, it is for as many as do.
     """
-    for paths in range(num_paths, job.paths, -1):
-        wider, held = _widened(replace(job, paths=paths), settled)
+    for paths in range(num_paths, job.busy_paths, -1):
+        wider = replace(job, busy_paths=paths)
+        held = _beside(wider, settled)
         if _leaves_room(wider, held, limits):
             return wider, held
     return job, settled
 
 
 def _with_units_ahead(job: Job, settled: _Settled, limits: Mapping[Tier, int]) -> tuple[Job, _Settled]:
-    """As many units ahead as half of what the budget has left over takes; the other half stays for modules that are gathered."""
+    """As many units ahead as half of what the budget has left over takes. The other half, or room for all parameters if there was, stays for
+    modules that are gathered."""
     held_bytes = _resting(job, settled, job.compute) + settled.working_bytes(job.compute)
-    limit = held_bytes + (limits[job.compute] - held_bytes) // 2
+    left, everything = limits[job.compute] - held_bytes, sum(layout.nbytes for layout in job.layouts)
+    limit = held_bytes + min(left // 2, left - everything if left >= everything else left)
     for ahead in range(_MOST_AHEAD, job.ahead, -1):
-        wider, held = _widened(replace(job, ahead=ahead), settled)
+        wider = replace(job, ahead=ahead)
+        held = _beside(wider, settled)
         if not _over(wider, held, job.compute, limit):
             return wider, held
     return job, settled
 
 
-def _widened(job: Job, settled: _Settled) -> tuple[Job, _Settled]:
-    """The same placement, beside which more is held."""
-    return job, settled._replace(items=working(job, settled.chunks, settled.placement))
+def _beside(job: Job, settled: _Settled) -> _Settled:
+    """The same placement, with what this job holds beside it."""
+    return settled._replace(items=working(job, settled.chunks, settled.placement))
 
 
 def _leaves_room(job: Job, settled: _Settled, limits: Mapping[Tier, int]) -> bool:

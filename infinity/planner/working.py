@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from infinity.kinds import Group, Tier
-from infinity.optim.grad_mover import landing_bytes, ring_count
+from infinity.optim.grad_mover import LOOKAHEAD, landing_bytes, ring_count
 from infinity.optim.pipeline import buffer_count
 from infinity.optim.staging import Homes, ring_bytes
 from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, grad_dtype
@@ -43,7 +43,7 @@ class Job:
     ahead: int
     """Units fetched ahead of the one in use."""
     device: torch.device
-    paths: int = 1
+    busy_paths: int = 1
     """NVMe paths that staging keeps busy at once."""
 
     @property
@@ -58,9 +58,9 @@ def working(job: Job, chunks: Sequence[Piece], placement: Placement) -> list[Wor
     return [item for item in (*_units(job, chunks, placement), *_gradients(job), *staging) if item.nbytes]
 
 
-def upload_buffers(paths: int) -> int:
-    """Pinned buffers between NVMe reads and uploads: one being read from each path, three on their way up."""
-    return paths + 3
+def upload_buffers(busy_paths: int) -> int:
+    """Pinned buffers between NVMe reads and uploads: one being read from each path, and three so that the next are asked for while these go up."""
+    return busy_paths + 3
 
 
 def _units(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
@@ -101,13 +101,13 @@ def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[
         addend, total = landing_bytes(piece.numel, dtype, resting, homes.grad, is_cuda=job.device.type == "cuda")
         wanted.update(addends=addend, totals=total, update=piece.numel * STATE_BYTES if homes.on_gpu else 0)
         ring.update((name, max(nbytes, ring.get(name, 0))) for name, nbytes in wanted.items())
-    yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=buffer_count(job.paths) * slab_bytes(ring.get("states", 0)))
-    yield Working(name="parameter ring", tier=Tier.CPU, nbytes=buffer_count(job.paths) * slab_bytes(ring.get("params", 0)))
-    yield Working(name="gradient ring", tier=Tier.CPU, nbytes=buffer_count(job.paths) * slab_bytes(ring.get("grads", 0)))
-    landing = slab_bytes(ring.get("addends", 0)) + slab_bytes(ring.get("totals", 0))
-    yield Working(name="landing gradients", tier=Tier.CPU, nbytes=ring_count(job.paths) * landing)
+    yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=buffer_count(job.busy_paths) * slab_bytes(ring.get("states", 0)))
+    yield Working(name="parameter ring", tier=Tier.CPU, nbytes=buffer_count(job.busy_paths) * slab_bytes(ring.get("params", 0)))
+    yield Working(name="gradient ring", tier=Tier.CPU, nbytes=buffer_count(job.busy_paths) * slab_bytes(ring.get("grads", 0)))
+    landing = LOOKAHEAD * slab_bytes(ring.get("addends", 0)) + ring_count(job.busy_paths) * slab_bytes(ring.get("totals", 0))
+    yield Working(name="landing gradients", tier=Tier.CPU, nbytes=landing)
     device_rings = ring.get("device_grads", 0) + ring.get("device_params", 0)
-    yield Working(name="rings of the update", tier=Tier.HBM, nbytes=buffer_count(job.paths) * device_rings)
+    yield Working(name="rings of the update", tier=Tier.HBM, nbytes=buffer_count(job.busy_paths) * device_rings)
     yield Working(name="fp32 gradient of a chunk", tier=Tier.HBM, nbytes=ring.get("update", 0))
 
 
@@ -118,7 +118,7 @@ def _windows(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterato
         if placement[piece.key] is Tier.NVME:
             largest[piece.key.group] = max(largest[piece.key.group], slab_bytes(piece.nbytes))
     if job.device.type == "cuda":
-        yield Working(name="upload staging", tier=Tier.CPU, nbytes=upload_buffers(job.paths) * largest[Group.PARAM])
+        yield Working(name="upload staging", tier=Tier.CPU, nbytes=upload_buffers(job.busy_paths) * largest[Group.PARAM])
     yield Working(name="chunks to save and load", tier=Tier.CPU, nbytes=largest[Group.PARAM] + largest[Group.OPTIMIZER])
     in_hbm = (piece.nbytes for piece in chunks if piece.key.group is not Group.GRAD and placement[piece.key] is Tier.HBM)
     yield Working(name="publishing from HBM", tier=Tier.CPU, nbytes=publish.staging_bytes(max(in_hbm, default=0)))

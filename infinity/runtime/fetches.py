@@ -27,6 +27,8 @@ class Fetch:
         """Those of `flats` that are buffers for this visit; the others are where the unit rests."""
         self.last_use: torch.cuda.Event | None = None
         """When the compute stream is done with the buffers, of a unit that was released and kept for its next visit."""
+        self.asked_at: torch.cuda.Event | None = None
+        """On the stream of whoever asked, of a unit that is partly in HBM: an update of what rests there may still be queued before it."""
         self.counted = False
         """Its bytes are among those that the scheduler has given out."""
         self.urgent = False

@@ -78,6 +78,7 @@ class Scheduler:
         self._grad_budget = Budget(Tier.HBM if self._cuda else Tier.CPU, grad_bytes)
         self._grad_lane = Lane.NVME_WRITE if movers.store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
         self._wholes = {unit.layout.index: self._find_wholes(unit) for unit in units}
+        self._split = frozenset(unit.layout.index for unit in units if self._is_split(unit)) if self._cuda else frozenset()
         self._trace = Trace()
         self._fetches: dict[int, Fetch] = {}
         self._queue: deque[Fetch] = deque()
@@ -319,12 +320,20 @@ class Scheduler:
         away = [flat for flat, whole in zip(unit.layout.flats, wholes, strict=True) if whole is None or whole.device != self._device]
         nbytes = sum(footprint(flat.nbytes, self._device) for flat in away)
         fetch = Fetch(index, unit.name, nbytes, self._landing)
+        if index in self._split:
+            fetch.asked_at = torch.cuda.current_stream(self._device).record_event()
         self._fetches[index] = fetch
         if nbytes:
             self._queue.append(fetch)
         else:
             self._begin(fetch)
         return fetch
+
+    def _is_split(self, unit: Unit) -> bool:
+        """Whether a flat buffer that is put together for each visit has chunks at rest in HBM."""
+        index, store = unit.layout.index, self._movers.store
+        cut = [f for f, whole in enumerate(self._wholes[index]) if whole is None]
+        return any(store.tier(_param_key(index, f, c)) is Tier.HBM for f in cut for c in range(len(self._chunks[index][f])))
 
     def _find_wholes(self, unit: Unit) -> list[Tensor | None]:
         """Per flat: the parameters at rest as one tensor, where they are one."""
@@ -454,6 +463,8 @@ class Scheduler:
         resident = store.resident(key)
         fetch.expect(1)
         if resident is not None:
+            if resident.device == self._device and fetch.asked_at is not None and self._movers.copies.upload_stream is not None:
+                self._movers.copies.upload_stream.wait_event(fetch.asked_at)  # else the copy overtakes the update
             fetch.started(self._movers.copies.upload(resident[: target.numel()], target))
         elif staging is None:
             fetch.started(store.fetch(key, target))

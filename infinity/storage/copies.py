@@ -63,7 +63,7 @@ class Copies:
 
     def upload(
         self,
-        source: torch.Tensor,  # [n] CPU, pinned for speed; unchanged until the work is over
+        source: torch.Tensor,  # [n] CPU, pinned for speed, or on the device; unchanged until the work is over
         target: torch.Tensor,  # [n] on the device
         name: str = "upload",
     ) -> CopyWork:

@@ -197,7 +197,7 @@ class NvmeTier:
         move = aio.read if lane is Lane.NVME_READ else aio.write
         request = move(slot.file.fd, slot.offset, data.data_ptr(), slot.nbytes, buffer)
         work = AioWork(request, lane, str(key), str(slot.file.path), slot.offset, slot.nbytes, self._timeline)
-        with self._lock:  # also the works that their callers dropped give their buffers back and leave their spans
+        with self._lock:  # oldest first: also the works that their callers dropped give their buffers back, and leave their spans
             while self._under_way and self._under_way[0].is_completed():
                 self._under_way.popleft()
             self._under_way.append(work)

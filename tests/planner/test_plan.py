@@ -273,16 +273,18 @@ def test_units_ahead_take_half_of_what_a_budget_has_left_over(limit):
     assert auto.specs == two.specs and 2 <= auto.prefetch_units <= 12
     if auto.prefetch_units > 2:
         assert auto.spare_bytes(Tier.CPU) >= two.spare_bytes(Tier.CPU) // 2 or auto.working_bytes(Tier.CPU, "live units") <= limit * MiB // 8
+    if two.spare_bytes(Tier.CPU) >= 20 * MiB:
+        assert auto.spare_bytes(Tier.CPU) >= 20 * MiB, "where all parameters could be gathered they still can"
     if auto.prefetch_units < 12:
         more = plan(layouts, limit * MiB, prefetch=auto.prefetch_units + 1, **options)
-        assert more.spare_bytes(Tier.CPU) < two.spare_bytes(Tier.CPU) // 2
+        assert more.spare_bytes(Tier.CPU) < max(two.spare_bytes(Tier.CPU) // 2, 20 * MiB)
 
 
 @given(paths=st.integers(1, 8), limit=st.integers(16 * MiB, 256 * MiB))
 def test_staging_keeps_every_path_busy_where_there_is_room(paths, limit):
     layouts, options = model(*[1 << 18] * 8), {"chunk": 1 << 16, **PINNED}
     one, several = plan(layouts, limit, **options), plan(layouts, limit, paths=paths, **options)
-    assert one.paths == 1 <= several.paths <= paths
+    assert one.busy_paths == 1 <= several.busy_paths <= paths
     assert several.specs == one.specs and several.held_bytes(Tier.CPU) <= limit
     if limit == 256 * MiB:
-        assert several.paths == paths
+        assert several.busy_paths == paths
