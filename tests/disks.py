@@ -1,51 +1,30 @@
-"""Disks of a known speed: ext4 on loop devices that a blkio cgroup (version 1) throttles, for the processes that enter it."""
+"""bench/throttle.py's disks of a known speed, for tests: where they cannot be made the test is skipped."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
+import importlib.util
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-BLKIO = Path("/sys/fs/cgroup/blkio")
-_LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
 
-
-@contextmanager
-def loop_disk(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A new file system mounted at `folder`/disk. Skips the test where that is not allowed."""
-    image, point = folder / "disk.img", folder / "disk"
-    point.mkdir(parents=True)
-    with image.open("wb") as file:
-        file.truncate(nbytes)
-    make = shutil.which("mkfs.ext4", path=f"{os.environ['PATH']}:/sbin:/usr/sbin")
-    if make is None or subprocess.run([make, "-q", "-E", "lazy_itable_init=0", str(image)], capture_output=True).returncode:
-        pytest.skip("no mkfs.ext4 here")
-    if subprocess.run(["mount", "-o", "loop", str(image), str(point)], capture_output=True).returncode:
-        pytest.skip("no loop device can be mounted here")
-    try:
-        yield point
-    finally:
-        subprocess.run(["umount", str(point)], check=True)
+def _load() -> Any:
+    spec = importlib.util.spec_from_file_location("throttle", Path(__file__).resolve().parents[1] / "bench" / "throttle.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @contextmanager
 def throttled_disks(folder: Path, rates: Mapping[str, int], nbytes: int) -> Iterator[tuple[list[Path], Path]]:
-    """(mount points, the cgroup's list of processes): disks by name that move `rates` bytes per second each way for whoever is in the list."""
-    with ExitStack() as stack:
-        points = [stack.enter_context(loop_disk(folder / name, nbytes)) for name in rates]
-        group = BLKIO / f"infinity-{os.getpid()}"
-        try:
-            group.mkdir()
-            stack.callback(group.rmdir)
-            for point, rate in zip(points, rates.values(), strict=True):
-                device = os.stat(point).st_dev
-                for limit in _LIMITS:
-                    (group / limit).write_text(f"{os.major(device)}:{os.minor(device)} {rate}")
-        except OSError as error:
-            pytest.skip(f"no blkio cgroup can be made here: {error}")
-        yield points, group / "cgroup.procs"
+    """See bench/throttle.py."""
+    throttle = _load()
+    try:
+        with throttle.throttled_disks(folder, rates, nbytes) as made:
+            yield made
+    except throttle.NotPermittedError as error:
+        pytest.skip(str(error))
