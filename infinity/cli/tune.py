@@ -36,7 +36,6 @@ WORKERS = ",".join(map(str, setting.WORKERS))
 _ROWS = 12
 _GB_S = 1e9
 
-
 Amount = TypeVar("Amount", int, float)
 
 
@@ -101,9 +100,8 @@ def run_tune(request: Request) -> int:
             _say(console, f"warning: {warning}")
     nbytes = request.nbytes or _file_bytes(paths)
     trials = len(paths) * request.rounds * len(request.settings) * len(Mode)
-    _say(
-        console, f"{len(request.settings)} settings, {request.rounds} rounds, files of {format_bytes(nbytes)}: about {trials * request.seconds:.0f} s"
-    )
+    what = f"{len(request.settings)} settings, {request.rounds} rounds, files of {format_bytes(nbytes)}"
+    _say(console, f"{what}: at least {trials * request.seconds:.0f} s")
     with Interrupt("nothing is written") as interrupt, _bar(console) as bar:
         task = bar.add_task("", total=trials)
 

@@ -83,8 +83,8 @@ class Ground:
         ahead = requests_ahead(setting.in_flight)
         aio = Aio(block_bytes=setting.block_bytes, queue_depth=setting.depth, readers=setting.workers, writers=setting.workers)
         with closing(aio):
-            streams = [_Stream(self, aio, lane, self._buffers[at * ahead : (at + 1) * ahead]) for at, lane in enumerate(lanes)]
             begin = time.monotonic()
+            streams = [_Stream(self, aio, lane, self._buffers[at * ahead : (at + 1) * ahead]) for at, lane in enumerate(lanes)]
             while time.monotonic() - begin < seconds:
                 for stream in streams:
                     stream.turn()
