@@ -308,8 +308,9 @@ def paths_of(config: Config) -> list[NvmePath]:
     """The NVMe paths as the store takes them."""
     found = []
     for entry in config.nvme.paths:
-        known = entry.read_rate is not None and entry.write_rate is not None
-        rates = probe.Rates(read=float(entry.read_rate or 0), write=float(entry.write_rate or 0), device="", date="") if known else None
+        rates = None
+        if entry.read_rate is not None and entry.write_rate is not None:
+            rates = probe.Rates(read=entry.read_rate, write=entry.write_rate)
         found.append(NvmePath(path=Path(entry.path), weight=entry.weight, max_bytes=entry.max_bytes, rates=rates))
     return found
 

@@ -53,7 +53,7 @@ def run_io(words: Sequence[str], *, output: Path | None, output_format: str, des
     if output is None:
         sys.stdout.write(text)
     else:
-        _write_output(output, text)
+        write_output(output, text)
     return INTERRUPTED if interrupt.requested else 0
 
 
@@ -123,7 +123,8 @@ def _check_output(path: Path) -> None:
         raise ConfigError(f"--output={path}: cannot be written: {'it is a directory' if path.is_dir() else f'look at {folder}'}")
 
 
-def _write_output(path: Path, text: str) -> None:
+def write_output(path: Path, text: str) -> None:
+    """Raises StorageError that names the file."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from infinity.cli.interrupt import Interrupt
+from infinity.cli.io import write_output
 from infinity.errors import ConfigError, StorageError
 from infinity.sizes import SECTOR_BYTES, GiB, format_bytes
 from infinity.storage.probe import check_path
@@ -117,7 +118,7 @@ def run_tune(request: Request) -> int:
     if choice.setting is not None:
         written[request.output] = render_toml(measured, choice)
     for file, text in written.items():
-        _write(file, text)
+        write_output(file, text)
     names = [str(file) for file in written]
     if has_matplotlib():
         save_heatmap(measured, choice.setting or choice.best, picture)
@@ -183,10 +184,3 @@ def _show(measured: Sequence[Measured], choice: Choice) -> None:
             mark = "->" if one == choice.setting else ""
             table.add_row(mark, format_size(one.block_bytes), str(one.depth), str(one.workers), *rates, f"{path.spread(one):.1%}")
         console.print(table, highlight=False)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, str(file), 0, len(text), "the result could not be written") from error

@@ -22,6 +22,7 @@ from infinity.optim.grads import Grads
 from infinity.runtime.buffers import Buffers
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.fetches import Fetch, Retired
+from infinity.runtime.resting import resting_unit
 from infinity.runtime.states import States
 from infinity.runtime.trace import Trace
 from infinity.runtime.units import Unit
@@ -69,16 +70,13 @@ class Scheduler:
         prefetch_units: int,
         deadline_s: float,
     ) -> None:
-        self._units = {unit.layout.index: unit for unit in units}
-        self._chunks = {unit.layout.index: [flat.chunks(chunk_numel) for flat in unit.layout.flats] for unit in units}
         self._movers, self._device, self._cuda = movers, device, device.type == "cuda"
         self._budget_bytes, self._prefetch_units, self._deadline_s = budget_bytes, prefetch_units, deadline_s
         self._spare_bytes = spare_bytes
         self._is_overdrawn = False
         self._grad_budget = Budget(Tier.HBM if self._cuda else Tier.CPU, grad_bytes)
         self._grad_lane = Lane.NVME_WRITE if movers.store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
-        self._wholes = {unit.layout.index: self._find_wholes(unit) for unit in units}
-        self._split = frozenset(unit.layout.index for unit in units if self._is_split(unit)) if self._cuda else frozenset()
+        self._resting = {unit.layout.index: resting_unit(unit, movers.store, device, chunk_numel) for unit in units}
         self._trace = Trace()
         self._fetches: dict[int, Fetch] = {}
         self._queue: deque[Fetch] = deque()
@@ -258,7 +256,7 @@ class Scheduler:
         self._fetches.clear()
         self._retired.clear()
         self._buffers.shrink(0)
-        self._wholes.clear()
+        self._resting.clear()
         if self._movers.staging is not None:
             self._movers.staging.close()
 
@@ -315,30 +313,16 @@ class Scheduler:
         return ahead[:left]
 
     def _request(self, index: int) -> Fetch:
-        unit = self._units[index]
-        wholes = self._wholes[index]
-        away = [flat for flat, whole in zip(unit.layout.flats, wholes, strict=True) if whole is None or whole.device != self._device]
-        nbytes = sum(footprint(flat.nbytes, self._device) for flat in away)
-        fetch = Fetch(index, unit.name, nbytes, self._landing)
-        if index in self._split:
+        resting = self._resting[index]
+        fetch = Fetch(index, resting.name, resting.visit_bytes, self._landing)
+        if resting.is_split:
             fetch.asked_at = torch.cuda.current_stream(self._device).record_event()
         self._fetches[index] = fetch
-        if nbytes:
+        if fetch.nbytes:
             self._queue.append(fetch)
         else:
             self._begin(fetch)
         return fetch
-
-    def _is_split(self, unit: Unit) -> bool:
-        """Whether a flat buffer that is put together for each visit has chunks at rest in HBM."""
-        index, store = unit.layout.index, self._movers.store
-        cut = [f for f, whole in enumerate(self._wholes[index]) if whole is None]
-        return any(store.tier(_param_key(index, f, c)) is Tier.HBM for f in cut for c in range(len(self._chunks[index][f])))
-
-    def _find_wholes(self, unit: Unit) -> list[Tensor | None]:
-        """Per flat: the parameters at rest as one tensor, where they are one."""
-        wholes = [self._movers.store.whole(unit.layout.index, f, Group.PARAM) for f in range(len(unit.layout.flats))]
-        return [None if whole is None else whole.view(flat.dtype) for whole, flat in zip(wholes, unit.layout.flats, strict=True)]
 
     def _move(self) -> None:
         while True:
@@ -441,21 +425,20 @@ class Scheduler:
 
     def _begin(self, fetch: Fetch) -> None:
         """Allocate the unit's buffers and start everything towards them. What rests where it is used is used in place."""
-        unit = self._units[fetch.index]
-        for f, flat in enumerate(unit.layout.flats):
-            whole = self._wholes[fetch.index][f]
-            if whole is not None and whole.device == self._device:
-                fetch.flats.append(whole)
+        resting = self._resting[fetch.index]
+        for flat in resting.flats:
+            if flat.whole is not None and flat.whole.device == self._device:
+                fetch.flats.append(flat.whole)
                 continue
-            target = self._allocate(flat.numel, flat.dtype)
+            target = self._allocate(flat.layout.numel, flat.layout.dtype)
             fetch.borrowed.append(target)
             fetch.flats.append(target)
-            if whole is not None:
+            if flat.whole is not None:
                 fetch.expect(1)
-                fetch.started(self._movers.copies.upload(whole, target, unit.name))
+                fetch.started(self._movers.copies.upload(flat.whole, target, resting.name))
                 continue
-            for c, interval in enumerate(self._chunks[fetch.index][f]):
-                self._start(fetch, _param_key(fetch.index, f, c), _bytes_of(target, interval))
+            for key, interval in flat.chunks:
+                self._start(fetch, key, _bytes_of(target, interval))
         fetch.started()
 
     def _start(self, fetch: Fetch, key: ChunkKey, target: Tensor) -> None:
@@ -463,9 +446,8 @@ class Scheduler:
         resident = store.resident(key)
         fetch.expect(1)
         if resident is not None:
-            if resident.device == self._device and fetch.asked_at is not None and self._movers.copies.upload_stream is not None:
-                self._movers.copies.upload_stream.wait_event(fetch.asked_at)  # else the copy overtakes the update
-            fetch.started(self._movers.copies.upload(resident[: target.numel()], target))
+            after = fetch.asked_at if resident.device == self._device else None  # else the copy overtakes the update
+            fetch.started(self._movers.copies.upload(resident[: target.numel()], target, after=after))
         elif staging is None:
             fetch.started(store.fetch(key, target))
         else:
@@ -514,10 +496,6 @@ def _hand_back(before: tuple[Work, Tensor], staging: Reserve, deadline_s: float)
     """The upload that read this staging buffer is over: the next read may land in it."""
     before[0].wait(deadline_s)
     staging.give(before[1])
-
-
-def _param_key(unit: int, flat: int, chunk: int) -> ChunkKey:
-    return ChunkKey(unit=unit, flat=flat, group=Group.PARAM, chunk=chunk)
 
 
 def _bytes_of(flat: Tensor, interval: Interval) -> Tensor:

@@ -44,8 +44,8 @@ class _DoneCopy(CopyWork):
 class Copies:
     """Moves tensors of equal numel between CPU memory and one compute device.
 
-    Casts happen on the device, so the wire carries the dtype of the CPU side. `upload` does not wait for the current
-    stream: allocate its target on `upload_stream`, or hand in memory that nothing queued still uses.
+    Casts happen on the device, so the wire carries the dtype of the CPU side. `upload` starts once `after` has happened, but does not wait
+    for the current stream: allocate its target on `upload_stream`, or hand in memory that nothing queued still uses.
     `download` starts once `after` has happened, or after the work that the caller's current stream has queued.
     """
 
@@ -66,11 +66,12 @@ class Copies:
         source: torch.Tensor,  # [n] CPU, pinned for speed, or on the device; unchanged until the work is over
         target: torch.Tensor,  # [n] on the device
         name: str = "upload",
+        after: torch.cuda.Event | None = None,
     ) -> CopyWork:
         assert source.numel() == target.numel(), f"{name}: {source.numel()} elements into {target.numel()}"
         if self._lanes is None:
             return self._copy(Lane.UPLOAD, source, target, name)
-        return self._lanes.upload(source, target, name)
+        return self._lanes.upload(source, target, name, after)
 
     def download(
         self,
@@ -131,7 +132,9 @@ class _CudaLanes:
         """Per direction, oldest first: a download that waits for compute holds no upload's tensors."""
         self._lock = threading.Lock()
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor, name: str) -> CopyWork:
+    def upload(self, source: torch.Tensor, target: torch.Tensor, name: str, after: torch.cuda.Event | None) -> CopyWork:
+        if after is not None:
+            self.up.wait_event(after)
         with torch.cuda.stream(self.up):
             start = self._mark(self.up)
             if source.dtype == target.dtype:

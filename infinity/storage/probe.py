@@ -93,8 +93,9 @@ class Rates:
 
     read: float
     write: float
-    device: str
-    date: str
+    device: str = ""
+    date: str = ""
+    """Where and when; empty where nobody keeps them."""
 
     @property
     def weight(self) -> float:

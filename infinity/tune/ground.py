@@ -49,6 +49,7 @@ class Ground:
         self._name = str(file)
         self._fd = open_direct(file, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         self._pool = SlabPool(pin=False, threads=1)
+        self._timeline = Timeline()
         try:
             file.unlink()
             code = fallocate(self._fd, self.nbytes)
@@ -96,7 +97,8 @@ class Ground:
         """One request, at request number `at` of the file."""
         offset = at * REQUEST_BYTES % self.nbytes
         move = aio.read if lane is Lane.NVME_READ else aio.write
-        return AioWork(move(self._fd, offset, buffer.data_ptr(), REQUEST_BYTES, buffer), lane, "trial", self._name, offset, REQUEST_BYTES, Timeline())
+        request = move(self._fd, offset, buffer.data_ptr(), REQUEST_BYTES, buffer)
+        return AioWork(request, lane, "trial", self._name, offset, REQUEST_BYTES, self._timeline)
 
 
 class _Stream:

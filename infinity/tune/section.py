@@ -10,7 +10,7 @@ from typing import Any
 
 from infinity.config.template import toml_size, toml_value
 from infinity.sizes import format_rate
-from infinity.storage.probe import Rates, facts
+from infinity.storage.probe import Rates
 from infinity.tune.choice import Choice
 from infinity.tune.setting import Setting
 from infinity.tune.sweep import Measured, Mode
@@ -24,7 +24,7 @@ _GB_S = 1e9
 def rates_of(measured: Measured, setting: Setting) -> Rates:
     """A path's rates under a setting; their `weight` is its share."""
     read, write = (measured.rate(setting, mode) for mode in (Mode.READ, Mode.WRITE))
-    return Rates(read=read, write=write, device=facts(measured.path).device, date=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    return Rates(read=read, write=write)
 
 
 def render_toml(measured: Sequence[Measured], choice: Choice) -> str:
