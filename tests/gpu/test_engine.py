@@ -7,8 +7,11 @@ import torch
 from models import batches, tiny_gpt
 
 import infinity
-from infinity.kinds import Lane, Tier
+from infinity.config import Config
+from infinity.kinds import Group, Lane, Tier
 from infinity.planner.working import ACTIVATIONS
+from infinity.preparation import preview
+from infinity.sizes import KiB, MiB
 
 pytestmark = pytest.mark.gpu
 
@@ -31,10 +34,10 @@ def settings(tmp_path, placement, **sections):
     return config
 
 
-def train(config, steps=10, accumulation=1):
+def train(config, steps=10, accumulation=1, **shape):
     """(losses, parameters) after some steps."""
     losses = []
-    with infinity.initialize(tiny_gpt(recompute=True), config) as engine:
+    with infinity.initialize(tiny_gpt(recompute=True, **shape), config) as engine:
         data = iter(batches(steps * accumulation))
         for _ in range(steps):
             for _ in range(accumulation):
@@ -81,6 +84,47 @@ def test_fp32_training_on_the_gpu_stays_as_close_to_torch_as_torchs_own_variants
     fused, loop = (plain(accumulation=2, max_norm=0.5, **variant) for variant in ({"fused": True}, {"foreach": False}))
     _, ours = train(settings(tmp_path, placement, optimizer={"max_grad_norm": 0.5}, train={"accumulation": 2}), accumulation=2)
     assert distance(ours, fused) <= 3 * distance(fused, loop)
+
+
+DEEP = {"layers": 20, "dim": 64}
+SPLIT = {"cpu kernel, rest in cpu": ("cpu", "nvme"), "cpu kernel, rest on nvme": ("nvme", "nvme"), "gpu kernel": ("hbm", "hbm")}
+"""Homes of (grad, optimizer); parameters rest in HBM as far as its budget goes."""
+
+
+def split_settings(path, grad, optimizer, precision):
+    """The first budget for HBM, in steps, that holds some chunks of a flat buffer's parameters and not all."""
+
+    def under(hbm, cpu, param):
+        budgets = {"hbm": hbm, "cpu": cpu, "activations": "1MiB"}
+        return settings(
+            path, (param, grad, optimizer), budgets=budgets, optimizer={"chunk_size": "64KiB"}, prefetch={"units": 1}, precision=precision
+        )
+
+    def plan(*limits):
+        return preview(tiny_gpt(recompute=True, **DEEP), Config(**under(*limits)))
+
+    away = plan("1GiB", "256MiB", "nvme")
+    cpu = 256 * MiB if grad == "cpu" else away.held_bytes(Tier.CPU) + 256 * KiB
+    for extra in range(128 * KiB, 4 * MiB, 128 * KiB):
+        limits = (away.held_bytes(Tier.HBM) + extra, cpu, "auto")
+        homes = {}
+        for spec in plan(*limits).specs:
+            if spec.key.group is Group.PARAM:
+                homes.setdefault((spec.key.unit, spec.key.flat), set()).add(spec.tier)
+        if any(Tier.HBM in tiers and len(tiers) > 1 for tiers in homes.values()):
+            return under(*limits)
+    raise AssertionError("no budget divides a flat buffer")
+
+
+@pytest.mark.parametrize("homes", SPLIT.values(), ids=SPLIT)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_flat_buffer_that_rests_partly_in_hbm_trains_as_one_that_rests_in_one_place(tmp_path, homes, dtype):
+    """Its chunks in HBM are copied for each visit after the update that was queued for them, not before."""
+    precision = {"dtype": dtype}
+    losses, values = train(split_settings(tmp_path, *homes, precision), **DEEP)
+    expected_losses, expected = train(settings(tmp_path, ("cpu", *homes), precision=precision), **DEEP)
+    assert losses == expected_losses
+    assert all(torch.equal(values[name], expected[name]) for name in values)
 
 
 def test_hbm_at_rest_is_nothing_when_everything_is_on_nvme(tmp_path):
