@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -96,6 +97,8 @@ class Grads:
         """Per flat that came down whole: the norms of its chunks, fp64 [] each on the compute device."""
         self._sums_on_device = device.type == "cuda"
         """A GPU sums a whole flat gradient in passing; the CPU does it on the mover's thread."""
+        self._coming_down: deque[tuple[Work, _Countdown]] = deque()
+        """Copies of such gradients, oldest first. No thread waits for them: it would take the interpreter from the one that launches compute."""
         self.arrivals = 0
         """How many flat gradients have arrived since the start."""
         self._guards: dict[Chunk, Promise] = {}
@@ -156,7 +159,7 @@ class Grads:
             self._mover.push([Arrival(tuple(chunks), rest, arrived, count.down)])
         else:
             self._norms[chunks[0].flat_key] = _norms_of([grad[chunk.interval.start : chunk.interval.stop] for chunk in chunks])
-            self._mover.push([Arrival((), rest, arrived, count.down)])
+            self._coming_down.append((arrived, count))
 
     def _send_chunks(self, chunks: list[Chunk], grad: Tensor, ready: torch.cuda.Event | None, count: _Countdown) -> None:
         moves = []
@@ -181,6 +184,23 @@ class Grads:
             total.add_(move.source)
         return True
 
+    def let_go(self) -> None:
+        """Release the gradients that have come down since the last arrival. Never waits."""
+        with self._lock:
+            while self._coming_down and self._coming_down[0][0].is_completed():
+                self._coming_down.popleft()[1].down()
+
+    def land_oldest(self) -> bool:
+        """Wait for the oldest gradient that no thread waits for, and release it. False where there is none."""
+        with self._lock:
+            if not self._coming_down:
+                return False
+            arrived, count = self._coming_down[0]
+            arrived.wait(self._deadline_s)
+            self._coming_down.popleft()
+            count.down()
+            return True
+
     def present(self, unit: int, flat: int) -> frozenset[int]:
         """The slots of a flat that got a gradient since the last step."""
         return self._present.get((unit, flat), frozenset())
@@ -195,11 +215,12 @@ class Grads:
 
     def wait(self) -> None:
         """Until everything that arrived is at rest. Raises what the mover raised."""
+        self._wait_landed()
         self._mover.wait_written()
 
     def norm(self) -> float:
         """The 2-norm of all gradients since the last step: fp64 sums per chunk, added in chunk order. Waits."""
-        self._mover.wait_landed()
+        self._wait_landed()
         sumsq = self._sumsq_on_arrival()
         sumsq.update(self._mover.sumsq)  # of chunks that were added to since
         sumsq.update(self._sumsq_in_hbm())
@@ -223,7 +244,7 @@ class Grads:
 
         Some may still be on their way to NVMe: the store reads a chunk after the write before it.
         """
-        self._mover.wait_landed()
+        self._wait_landed()
         with self._lock:
             guards = {chunk: Promise(f"the update of {chunk.key(Group.OPTIMIZER)}", self._deadline_s) for chunk in self._begun}
             taken = GradSet(self._present, guards)
@@ -233,14 +254,20 @@ class Grads:
 
     def clear(self) -> None:
         """Drop all gradients since the last step. Waits until none is under way."""
-        self._mover.wait_landed()
+        self._wait_landed()
         with self._lock:
             self._forget()
 
     def close(self) -> None:
         """End the mover's thread; what is under way is finished."""
         self._mover.close()
+        self._coming_down.clear()
         self._guards.clear()
+
+    def _wait_landed(self) -> None:
+        self._mover.wait_landed()
+        while self.land_oldest():
+            pass
 
     def _forget(self) -> None:
         self._present = {}

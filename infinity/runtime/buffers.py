@@ -55,8 +55,9 @@ class Buffers:
             self._withdraw(0)
 
     def _withdraw(self, at: int) -> Tensor:
-        idle = self._idle.pop(at)
-        self.idle_bytes -= idle.nbytes
+        idle = self._idle[at]
         if idle.last_use is not None and self._stream is not None:
-            self._stream.wait_event(idle.last_use)
+            self._stream.wait_event(idle.last_use)  # before it is nobody's: an interrupt here must not free what a stream still reads
+        del self._idle[at]
+        self.idle_bytes -= idle.nbytes
         return idle.flat

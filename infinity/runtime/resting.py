@@ -36,18 +36,21 @@ class RestingUnit:
     """Of the buffers that a visit takes on the compute device: what is not used in place."""
     is_split: bool
     """A flat buffer that is put together for each visit has chunks at rest in HBM."""
+    is_near: bool
+    """Everything rests in HBM, or in pinned memory beside it: to start a visit is to queue copies."""
 
 
 def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: int) -> RestingUnit:
     """What the store, which has been built or reopened, holds of the unit."""
     flats = [_resting_flat(unit.layout.index, f, layout, store, chunk_numel) for f, layout in enumerate(unit.layout.flats)]
     away = [flat.layout for flat in flats if flat.whole is None or flat.whole.device != device]
-    cut = [key for flat in flats if flat.whole is None for key, _ in flat.chunks]
+    cut = [store.tier(key) for flat in flats if flat.whole is None for key, _ in flat.chunks]
     return RestingUnit(
         name=unit.name,
         flats=flats,
         visit_bytes=sum(footprint(layout.nbytes, device) for layout in away),
-        is_split=any(store.tier(key) is Tier.HBM for key in cut),
+        is_split=Tier.HBM in cut,
+        is_near=device.type == "cuda" and Tier.NVME not in cut,
     )
 
 

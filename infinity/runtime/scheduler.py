@@ -189,14 +189,22 @@ class Scheduler:
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
         """A full flat gradient goes to rest; ownership passes. Waits only while too many others are still on their way."""
         nbytes = footprint(grad.nbytes, self._device)
+        self._movers.grads.let_go()
         if not self._grad_budget.try_take(nbytes):
             with self._movers.clock.waiting(self._grad_lane, unit.name):
-                self._grad_budget.take(nbytes, f"the gradient of {unit.name}", self._deadline_s)
+                self._wait_for_grads(nbytes, unit.name)
         try:
             self._movers.grads.arrive(unit.layout.index, flat, grad, present, on_release=partial(self._grad_budget.give, nbytes))
         except BaseException:
             self._grad_budget.give(nbytes)  # it was not taken over
             raise
+
+    def _wait_for_grads(self, nbytes: int, name: str) -> None:
+        """Take `nbytes` of what gradients on their way may hold."""
+        while self._movers.grads.land_oldest():
+            if self._grad_budget.try_take(nbytes):
+                return
+        self._grad_budget.take(nbytes, f"the gradient of {name}", self._deadline_s)
 
     def drop_grads(self) -> None:
         """Forget every gradient that came down since the last step."""
@@ -318,11 +326,28 @@ class Scheduler:
         if resting.is_split:
             fetch.asked_at = torch.cuda.current_stream(self._device).record_event()
         self._fetches[index] = fetch
-        if fetch.nbytes:
-            self._queue.append(fetch)
+        if not fetch.nbytes or (resting.is_near and self._may_begin_now(fetch)):
+            self._begin_now(fetch)
         else:
-            self._begin(fetch)
+            self._queue.append(fetch)
         return fetch
+
+    def _may_begin_now(self, fetch: Fetch) -> bool:
+        """Its room is there and nobody else's turn comes first."""
+        self._reap()
+        return not self._queue and self._error is None and not self._closing and self._has_room(fetch)
+
+    def _begin_now(self, fetch: Fetch) -> None:
+        """Start it from the thread that asks: the copies only have to be queued, and the mover would take the interpreter from this thread."""
+        try:
+            if fetch.nbytes:
+                self._count(fetch)
+            self._begin(fetch)
+        except Exception as error:
+            self._fail(error)
+        except BaseException:  # an interrupt in the middle: what was begun is of no use to anyone
+            self._drop(fetch)
+            raise
 
     def _move(self) -> None:
         while True:
@@ -348,11 +373,14 @@ class Scheduler:
         if not self._has_room(fetch) and not (fetch.urgent and self._make_room(fetch)):
             return None
         self._queue.remove(fetch)
+        self._count(fetch)
+        return fetch
+
+    def _count(self, fetch: Fetch) -> None:
         self._used_bytes += fetch.nbytes
         fetch.counted = True
         self.peak_bytes = max(self.peak_bytes, self._used_bytes)
         self.peak_units = max(self.peak_units, len(self._fetches) - len(self._queue))
-        return fetch
 
     def _has_room(self, fetch: Fetch) -> bool:
         return self._used_bytes + fetch.nbytes <= self._budget_bytes

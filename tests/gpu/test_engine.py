@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from models import batches, tiny_gpt
@@ -9,8 +11,10 @@ from models import batches, tiny_gpt
 import infinity
 from infinity.config import Config
 from infinity.kinds import Group, Lane, Tier
+from infinity.optim.grad_mover import GradMover
 from infinity.planner.working import ACTIVATIONS
 from infinity.preparation import preview
+from infinity.runtime.scheduler import Scheduler
 from infinity.sizes import KiB, MiB
 
 pytestmark = pytest.mark.gpu
@@ -46,9 +50,17 @@ def train(config, steps=10, accumulation=1, **shape):
             losses.append(loss.item())
             engine.optimizer.step()
             engine.optimizer.zero_grad()
-        with engine.gathered():
-            values = {name: p.detach().cpu().clone() for name, p in engine.model.named_parameters()}
-    return losses, values
+        return losses, values_of(engine)
+
+
+def values_of(engine):
+    """Module by module: neither HBM nor CPU memory need hold the whole model."""
+    values = {}
+    for prefix, module in engine.model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            with engine.gathered(module):
+                values.update((name, p.detach().cpu().clone()) for name, p in module.named_parameters(prefix, recurse=False))
+    return values
 
 
 def plain(steps=10, accumulation=1, max_norm=None, **variant):
@@ -140,6 +152,17 @@ def test_hbm_at_rest_is_nothing_when_everything_is_on_nvme(tmp_path):
         live = engine.plan.working_bytes(Tier.HBM) - engine.plan.working_bytes(Tier.HBM, ACTIVATIONS)
         assert held <= live + 2**20
         assert engine.statistics()["bytes"][Lane.UPLOAD] > 0
+
+
+def test_nobody_but_the_training_threads_moves_what_rests_in_pinned_memory(tmp_path, monkeypatch):
+    """Other threads would take turns with the one that launches compute."""
+    starters = set()
+    begin, finish = Scheduler._begin, GradMover._finish
+    monkeypatch.setattr(Scheduler, "_begin", lambda *args: (starters.add(threading.current_thread().name), begin(*args)))
+    monkeypatch.setattr(GradMover, "_finish", lambda *args: (starters.add(threading.current_thread().name), finish(*args)))
+    train(settings(tmp_path, ("cpu", "cpu", "cpu")))
+    assert starters
+    assert not {name for name in starters if name.startswith("infinity")}
 
 
 def test_a_checkpoint_of_one_placement_goes_on_in_another(tmp_path):
