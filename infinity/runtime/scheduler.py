@@ -1,7 +1,8 @@
 """The scheduler: brings units to the compute device ahead of their use, and takes them back, within one byte budget.
 
-The training and autograd threads only ask and wait; one mover thread starts every motion, in the order of the trace.
-On a CUDA device a second thread turns NVMe reads that have arrived into uploads, so that the mover never waits for a disk.
+The training and autograd threads ask and wait. What only has to be copied from pinned memory they start themselves; one mover thread
+starts everything else, in the order of the trace. On a CUDA device a second thread turns NVMe reads that have arrived into uploads, so
+that the mover never waits for a disk.
 """
 
 from __future__ import annotations
