@@ -19,7 +19,7 @@ def load_function(key: str, spec: str | None, folders: Sequence[Path]) -> Callab
     missing; an error inside the module is the user's own and passes through.
     """
     if spec is None:
-        raise ConfigError(f"{key} is not set: name a function as {key} = \"module:function\" or with --{key.rpartition('.')[2]}.")
+        raise ConfigError(f'{key} is not set: name a function as {key} = "module:function" or with --{key.rpartition(".")[2]}.')
     module_name, _, name = spec.partition(":")
     _make_importable(folders)
     if not _exists(module_name):

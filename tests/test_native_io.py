@@ -199,6 +199,7 @@ def test_memory_is_kept_while_the_device_may_write_to_it(file: int) -> None:
 
 def test_a_dead_drive_times_out_and_its_memory_is_never_let_go() -> None:
     """An empty pipe stands in for the drive: the kernel accepts the read and never answers."""
+
     class Owner:
         pass
 

@@ -13,6 +13,7 @@ from infinity.sizes import SECTOR_BYTES, GiB, MiB
 CHUNK_GRANULE_BYTES = 2048 * 4
 """A chunk is a multiple of 2048 elements, and its states are fp32."""
 
+
 class Budgets(Section):
     """Bytes one process may hold in a tier: state at rest, staging, pinned buffers, live units and gradients."""
 

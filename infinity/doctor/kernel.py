@@ -38,9 +38,7 @@ def check_aio(config: Config) -> Finding:
     """
     nvme, binding = config.nvme, native.available_backends()[0]
     try:
-        native.Aio(
-            block_bytes=nvme.block_size, queue_depth=nvme.queue_depth, readers=nvme.readers, writers=nvme.writers, backend=binding
-        ).close()
+        native.Aio(block_bytes=nvme.block_size, queue_depth=nvme.queue_depth, readers=nvme.readers, writers=nvme.writers, backend=binding).close()
     except StorageError as error:
         name = errno.errorcode.get(error.errno or 0, str(error.errno))
         found = f"io_setup(2) is refused ({name}): transfers go through pread and pwrite on threads, with less in flight"

@@ -65,9 +65,7 @@ class Adoption:
     def _fill(self, keys: Sequence[ChunkKey], flat: FlatLayout, interval: Interval, sources: Sequence[Tensor]) -> None:
         loans = [self._rings[key.group].take() if self._store.resident(key) is None else None for key in keys]
         targets = [self._target(key, loan) for key, loan in zip(keys, loans, strict=True)]
-        values = [
-            target[: len(interval) * dtype.itemsize].view(dtype) for target, dtype in zip(targets, (flat.dtype, torch.float32), strict=False)
-        ]
+        values = [target[: len(interval) * dtype.itemsize].view(dtype) for target, dtype in zip(targets, (flat.dtype, torch.float32), strict=False)]
         for target in targets:
             target.zero_()  # padding, and the moments
         for index, run in flat.pieces(interval):

@@ -8,8 +8,8 @@ import psutil
 
 from infinity.sizes import format_bytes
 from infinity.storage.probe import facts
+from infinity.workload.clone import CloneResult
 from infinity.workload.memory import HUGE_PAGE_BYTES
-from infinity.workload.run import CloneResult
 
 SHORT_S = 3.0
 """Drives and their caches take seconds to settle."""

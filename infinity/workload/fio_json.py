@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.native import READ, WRITE
+from infinity.workload.clone import CloneResult
 from infinity.workload.doubts import doubts
 from infinity.workload.latency import MIDDLES, Latencies
 from infinity.workload.report import NAMES, depth_shares, settings_line, totals
-from infinity.workload.run import CloneResult
 from infinity.workload.stats import DirectionStats
 
 _BOUNDS = (2, 4, 10, 20, 50, 100, 250, 500, 750, 1000)

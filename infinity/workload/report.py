@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from infinity.native import READ, WRITE
+from infinity.workload.clone import CloneResult
 from infinity.workload.doubts import doubts
 from infinity.workload.job import Job
 from infinity.workload.latency import Latencies
 from infinity.workload.notation import format_size
-from infinity.workload.run import CloneResult
 from infinity.workload.stats import DEPTH_BOUNDS, DirectionStats
 
 NAMES = {READ: "read", WRITE: "write"}

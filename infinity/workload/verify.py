@@ -2,19 +2,74 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from infinity.native import crc32c
+from infinity.errors import StorageError
+from infinity.native import READ, WRITE, crc32c
+from infinity.storage.work import COMPLETED, Work
+from infinity.workload.job import Job
+from infinity.workload.layout import Place
+from infinity.workload.memory import Buffers
+from infinity.workload.pump import Rows
 
 _HEADER = struct.Struct("<8sQQII")  # magic, offset, pass, bytes, clone; behind it comes the checksum of these and of what follows it
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"infverif"
 _BODY = _HEADER.size + _CHECKSUM.size
 _SECTOR_WORDS = 512 // 8
+
+
+class Verifier:
+    """The stage of a job that verifies: seals what is written, and checks what was read."""
+
+    lead, lag = 0, 0
+
+    def __init__(self, job: Job, buffers: Buffers, places: Sequence[Place], clone: int) -> None:
+        self._buffers, self._places, self._clone = buffers, places, clone
+        self._pass = int.from_bytes(os.urandom(4), "little") << 16  # no other run writes the same
+        self._checks_any = not job.writes
+        self._is_reading_back = False
+        self._written: list[Rows] = []
+
+    @contextmanager
+    def reading_back(self) -> Iterator[list[Rows]]:
+        """What this pass has written: inside, reads must find it. Then the next pass begins."""
+        written, self._written = self._written, []
+        self._is_reading_back = True
+        yield written
+        self._is_reading_back = False
+        self._pass += 1
+
+    def before(self, transfers: Rows) -> Work:
+        for row in transfers[transfers["direction"] == WRITE]:
+            seal(self._block(row), int(row["offset"]), self._pass, self._clone)
+        return COMPLETED
+
+    def after(self, transfers: Rows) -> Work:
+        """Raises StorageError for the first block that is not what was written."""
+        if not self._is_reading_back and len(written := transfers[transfers["direction"] == WRITE]):
+            self._written.append(written)
+        if self._is_reading_back or self._checks_any:
+            for row in transfers[transfers["direction"] == READ]:
+                self._check(row)
+        return COMPLETED
+
+    def _check(self, row: np.void) -> None:
+        if wrong := flaw(self._block(row), int(row["offset"]), self._pass if self._is_reading_back else None):
+            path = self._places[int(row["file"])].target.path
+            raise StorageError(errno.EBADMSG, str(path), int(row["offset"]), int(row["nbytes"]), f"verify: {wrong}")
+
+    def _block(self, row: np.void) -> NDArray[np.uint8]:
+        start = int(row["buffer"]) * self._buffers.stride
+        return self._buffers.bytes[start : start + int(row["nbytes"])]
 
 
 def seal(block: NDArray[np.uint8], offset: int, number: int, clone: int) -> None:

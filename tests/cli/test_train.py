@@ -18,7 +18,7 @@ from infinity.config import load_config
 from infinity.errors import ConfigError
 from infinity.timeline import Timeline
 
-MODULE = '''
+MODULE = """
 import torch
 from torch import nn
 
@@ -62,7 +62,7 @@ def stateful(config, rank, world_size):
 
 def nothing(config, rank, world_size):
     return []
-'''
+"""
 
 
 class PlainEngine:

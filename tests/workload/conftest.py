@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from infinity.workload.clone import CloneResult
 from infinity.workload.jobfile import read_words
-from infinity.workload.run import CloneResult, run_jobs
+from infinity.workload.run import run_jobs
 
 Run = Callable[..., list[CloneResult]]
 

@@ -91,8 +91,10 @@ def test_a_new_pass_has_another_order_and_a_clone_too_but_a_run_repeats():
     pattern = Pattern(job(rw="randread"), [4096 * 256])
     first = one_pass(pattern)
     pattern.restart()
-    second, other, again = one_pass(pattern), one_pass(Pattern(job(rw="randread"), [4096 * 256], clone=1)), one_pass(
-        Pattern(job(rw="randread"), [4096 * 256])
+    second, other, again = (
+        one_pass(pattern),
+        one_pass(Pattern(job(rw="randread"), [4096 * 256], clone=1)),
+        one_pass(Pattern(job(rw="randread"), [4096 * 256])),
     )
     assert sorted(first["offset"]) == sorted(second["offset"])
     assert (first["offset"] != second["offset"]).any() and (first["offset"] != other["offset"]).any()

@@ -11,6 +11,7 @@ import pytest
 
 from infinity.errors import CapacityError, ConfigError, StorageError
 from infinity.native import READ, WRITE
+from infinity.workload import clone
 from infinity.workload import run as running
 from infinity.workload.jobfile import read_words
 from infinity.workload.run import run_jobs
@@ -140,15 +141,15 @@ def test_a_block_at_the_wrong_place_and_a_lost_write_are_found(run, disk, monkey
     path.write_bytes(content[4096:8192] + content[4096:])
     with pytest.raises(StorageError, match="belongs to byte 4096"):
         run("--rw=read", "--size=64k", "--verify=crc32c")
-    monkeypatch.setattr(running.Clone, "_read_back", _put_back_first(running.Clone._read_back, path, content))
+    monkeypatch.setattr(clone.Clone, "_read_back", _put_back_first(clone.Clone._read_back, path, content))
     with pytest.raises(StorageError, match="a write was lost"):
         run("--rw=write", "--size=64k", "--verify=crc32c", destroy_data=True)
 
 
 def _put_back_first(read_back, path, content):
-    def put_back(clone):
+    def put_back(*args):
         path.write_bytes(content)
-        read_back(clone)
+        read_back(*args)
 
     return put_back
 
@@ -183,7 +184,7 @@ def test_a_failed_block_ends_all_jobs_and_names_its_place(disk, monkeypatch):
     """A file that ends too early stands in for a drive that fails."""
     (disk / "short").write_bytes(bytes(8192))
     groups = read_words([f"--directory={disk}", "--name=a", "--time_based", "--runtime=1h", "--size=64k", "--name=b", "--filename=short"])
-    opened = running.open_target
+    opened = clone.open_target
 
     def cut(target, job):
         fd = opened(target, job)
@@ -191,7 +192,7 @@ def test_a_failed_block_ends_all_jobs_and_names_its_place(disk, monkeypatch):
             os.truncate(target.path, 4096)
         return fd
 
-    monkeypatch.setattr(running, "open_target", cut)
+    monkeypatch.setattr(clone, "open_target", cut)
     with pytest.raises(StorageError, match="job b: the read failed") as caught:
         run_jobs(groups)
     assert (caught.value.errno, caught.value.offset, caught.value.filename) == (errno.EIO, 4096, str(disk / "short"))
