@@ -139,9 +139,9 @@ class _Slab:
         self._buffer, address = _map_huge(nbytes, threads) if nbytes >= PAGE_BYTES else _map_small(nbytes)
         self._unregister: Callable[[], object] = lambda: None
         if pin:
-            _register(address, nbytes)
+            pin_memory(address, nbytes)
             # Runs at close(), or when the slab dies with its pool: always before the mapping does, or its addresses stay taken.
-            self._unregister = weakref.finalize(self, _unregister, address)
+            self._unregister = weakref.finalize(self, unpin_memory, address)
 
     def view(self) -> memoryview:
         """A new buffer object over all of it: tensors made from it keep it, and it keeps the mapping."""
@@ -172,11 +172,13 @@ def _map_small(nbytes: int) -> tuple[_Buffer | None, int]:
     return small, ctypes.addressof(ctypes.c_char.from_buffer(small))
 
 
-def _register(address: int, nbytes: int) -> None:
+def pin_memory(address: int, nbytes: int) -> None:
+    """Let CUDA devices reach this memory by themselves, until `unpin_memory`. Raises CapacityError when the system refuses."""
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE))  # type: ignore[no-untyped-call]
     if code != _CUDA_SUCCESS:
         raise CapacityError(f"cudaHostRegister refuses to pin {format_bytes(nbytes)} of CPU memory (CUDA error {code}). Lower budgets.cpu")
 
 
-def _unregister(address: int) -> None:
+def unpin_memory(address: int) -> None:
+    """Before the memory goes: else its addresses stay taken."""
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

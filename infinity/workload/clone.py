@@ -16,6 +16,8 @@ import numpy as np
 from infinity.errors import StorageError
 from infinity.native import READ, SYNC, TRANSFER, WRITE, Aio, Backend
 from infinity.sizes import SECTOR_BYTES, align_up
+from infinity.timeline import LaneSummary
+from infinity.workload.hop import SET_BYTES, Hop, device_of
 from infinity.workload.job import Job
 from infinity.workload.jobfile import JobText
 from infinity.workload.layout import Place, open_target
@@ -48,6 +50,8 @@ class CloneResult:
     """Bytes of each direction so far, ramp time included: for whoever watches."""
     blocks: int = 0
     """As many blocks."""
+    hops: dict[int, LaneSummary] = field(default_factory=dict)
+    """With target=cuda, by direction: the copies between pinned memory and HBM, without ramp time."""
 
 
 class Clone:
@@ -61,7 +65,7 @@ class Clone:
         self._open: ExitStack = ExitStack()
         self.pattern = Pattern(job, [place.nbytes for place in places], clone=clone)
         stride = align_up(max(blocks.largest for blocks in job.blocks), SECTOR_BYTES)
-        set_blocks = count_set_blocks(job, len(places)) if job.verify else 0
+        device = device_of(job)
         with ExitStack() as opening:  # undone when something below is refused
             fds = []
             for place in places:
@@ -70,11 +74,12 @@ class Clone:
             before = thread_ids()
             aio = opening.enter_context(_engine(job))
             self._threads = thread_ids() - before
-            shared = (1 + (job.reads and job.writes)) * aio.slots()
-            buffers = Buffers(job.iomem, stride, set_blocks * count_sets(Verifier.lead, Verifier.lag) or shared, seed=clone)
+            set_blocks, count = _count_buffers(job, len(places), stride, aio)
+            buffers = Buffers(job.iomem, stride, count, seed=clone)
             self._verifier = Verifier(job, buffers, places, clone) if job.verify else None
+            self._hop = opening.enter_context(Hop(buffers, device)) if device is not None else None
             self._open = opening.pop_all()
-        self._pump = Pump(job, aio, fds, buffers, self._verifier, set_blocks, stop)
+        self._pump = Pump(job, aio, fds, buffers, self._verifier or self._hop, set_blocks, stop)
         self.result = CloneResult(text, job, clone, group, aio.backend, buffers.page_bytes(), tuple(places))
 
     def run(self) -> None:
@@ -105,6 +110,8 @@ class Clone:
                 break
             self.pattern.restart()
         self.result.elapsed_ns = time.monotonic_ns() - begin_ns
+        if self._hop is not None:
+            self.result.hops = self._hop.summaries(begin_ns)
 
     def _pass(self, until_ns: int, *, loop: bool, stats: CloneStats | None) -> None:
         """The pattern until it or the time is over; with `loop`, from the start again when it is over."""
@@ -170,6 +177,17 @@ class Clone:
         elif code in (errno.ENOSPC, errno.EDQUOT):
             hint += ": the disk is full"
         return StorageError(code, str(self._places[int(row["file"])].target.path), int(row["offset"]), int(row["nbytes"]), hint)
+
+
+def _count_buffers(job: Job, files: int, stride: int, aio: Aio) -> tuple[int, int]:
+    """(Blocks of a set, buffers in all); without a stage there are no sets, and the engine says how many it needs."""
+    if job.verify:
+        blocks = count_set_blocks(job, files)
+        return blocks, blocks * count_sets(Verifier.lead, Verifier.lag)
+    if job.target != "cpu":
+        blocks = max(count_set_blocks(job, files), SET_BYTES // stride)
+        return blocks, blocks * count_sets(Hop.lead, Hop.lag)
+    return 0, (1 + (job.reads and job.writes)) * aio.slots()
 
 
 def _engine(job: Job) -> Aio:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.native import READ, WRITE
+from infinity.timeline import LaneSummary
 from infinity.workload.clone import CloneResult
 from infinity.workload.doubts import doubts
 from infinity.workload.latency import MIDDLES, Latencies
@@ -84,8 +85,14 @@ def _clone(result: CloneResult) -> Table:
             "iomem_page_bytes": result.page_bytes,
             "iodepth_mean": stats.mean_depth,
             "iodepth_max": stats.deepest,
+            "target": result.job.target,
+            "hbm": {NAMES[direction]: _hop(copies) for direction, copies in result.hops.items()},
         },
     }
+
+
+def _hop(copies: LaneSummary) -> Table:
+    return {"io_bytes": copies.nbytes, "bw_bytes": int(copies.rate), "busy": round(copies.busy_s * 1e3)}
 
 
 def _direction(stats: DirectionStats) -> Table:

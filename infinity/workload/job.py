@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -185,6 +186,9 @@ class Job(Section):
     iomem: Literal["malloc", "mmap", "mmaphuge"] = "mmaphuge"
     """Memory of the blocks. mmaphuge is 2 MiB pages as training uses them, transparent ones: none need be reserved. fio's default is malloc."""
 
+    target: str = "cpu"
+    """Where blocks end, or come from: cpu is CPU memory; cuda, or cuda:1, is HBM through pinned memory, both stages at once. Not fio's."""
+
     kb_base: Literal[1000, 1024] = 1024
     """1024: k is 1024 and ki is 1000, as fio has always had it. 1000: k is 1000 and ki is 1024."""
 
@@ -199,6 +203,13 @@ class Job(Section):
     @classmethod
     def _synonym(cls, value: Any) -> Any:
         return "crc32c" if value == "crc32c-intel" else value
+
+    @field_validator("target")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+            raise ValueError(f"{value!r}: choose cpu, cuda, or cuda:N")
+        return value
 
     @field_validator("kb_base", mode="before")
     @classmethod
@@ -226,6 +237,8 @@ class Job(Section):
             raise ValueError("verify needs a file for each clone, or one would check what another is writing: leave filename out, or numjobs at 1")
         if self.verify and smallest < MIN_VERIFY_BYTES:
             raise ValueError(f"verify needs blocks of {MIN_VERIFY_BYTES} bytes and more: this job has {smallest}")
+        if self.verify and self.target != "cpu":
+            raise ValueError("verify looks at blocks in CPU memory: leave target at cpu")
         return self
 
     @property

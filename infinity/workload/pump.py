@@ -160,5 +160,5 @@ def count_sets(lead: int, lag: int) -> int:
 
 
 def count_set_blocks(job: Job, files: int) -> int:
-    """Blocks of a request whose buffers are its own: enough that the queue stays full over the end of the one before."""
+    """Blocks of a set: enough that the queue stays full from the end of one request into the next."""
     return max(2 * job.depth, files, _LEAST_COUNT)

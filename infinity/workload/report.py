@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from infinity.native import READ, WRITE
+from infinity.timeline import LaneSummary
 from infinity.workload.clone import CloneResult
 from infinity.workload.doubts import doubts
 from infinity.workload.job import Job
@@ -22,7 +23,8 @@ def settings_line(jobs: Iterable[Job]) -> str:
     def used(key: str) -> str:
         return ",".join(dict.fromkeys(str(int(value) if isinstance(value := getattr(job, key), bool) else value) for job in jobs))
 
-    values = " ".join(f"{key}={used(key)}" for key in ("direct", "iomem", "ioengine", "iodepth"))
+    keys = ["direct", "iomem", "ioengine", "iodepth", *(["target"] if any(job.target != "cpu" for job in jobs) else [])]
+    values = " ".join(f"{key}={used(key)}" for key in keys)
     return f"infinity io: {values} (defaults are fio's, except direct=1 and iomem=mmaphuge)"
 
 
@@ -53,6 +55,8 @@ def _clone(result: CloneResult) -> Iterator[str]:
     for direction, moved in stats.directions.items():
         if moved.ios:
             yield from _direction(NAMES[direction], moved)
+        if direction in result.hops:
+            yield _hop(result.hops[direction], moved)
     if stats.syncs.count:
         yield "  fsync:"
         yield _summary("lat", stats.syncs)
@@ -81,6 +85,11 @@ def _direction(name: str, stats: DirectionStats) -> Iterator[str]:
     yield _summary("clat", stats.completion)
     yield _summary("lat", stats.total)
     yield from _percentiles("clat", stats.completion)
+
+
+def _hop(copies: LaneSummary, moved: DirectionStats) -> str:
+    share = copies.busy_s * 1e9 / max(moved.elapsed_ns, 1)
+    return f"     hbm: {copies.lane} at {binary(copies.rate)}/s ({decimal(copies.rate)}/s), which took {share:.1%} of the time"
 
 
 def _unit(times: Latencies) -> tuple[str, float]:

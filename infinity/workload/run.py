@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from infinity.native import READ, WRITE
 from infinity.workload.clone import Clone, CloneResult
+from infinity.workload.hop import device_of
 from infinity.workload.job import Job
 from infinity.workload.jobfile import JobText
 from infinity.workload.layout import Layout, Place, Target
@@ -46,6 +48,8 @@ def run_jobs(
     Raises ConfigError before anything is touched, StorageError for I/O that fails; then the files that this run made are removed.
     """
     checked = [[(text, text.job()) for text in texts] for texts in groups]
+    for _, job in chain.from_iterable(checked):
+        device_of(job)
     with Layout(destroy_data=destroy_data, say=say, is_wanted=is_wanted) as layout:
         plan = [
             [(text, job, clone, group, layout.add(job, clone)) for text, job in jobs for clone in range(job.numjobs)]
