@@ -17,13 +17,13 @@ from infinity.errors import StorageError
 from infinity.native import READ, SYNC, TRANSFER, WRITE, Aio, Backend
 from infinity.sizes import SECTOR_BYTES, align_up
 from infinity.timeline import LaneSummary
-from infinity.workload.hop import SET_BYTES, Hop, device_of
+from infinity.workload.hop import Hop, device_of, hop_sets
 from infinity.workload.job import Job
 from infinity.workload.jobfile import JobText
 from infinity.workload.layout import Place, open_target
 from infinity.workload.memory import Buffers
 from infinity.workload.offsets import Pattern
-from infinity.workload.pump import Failure, Pump, Rows, count_set_blocks, count_sets
+from infinity.workload.pump import Failure, Pump, Rows, Sets, count_blocks
 from infinity.workload.stats import CloneStats
 from infinity.workload.usage import Usage, thread_ids, usage_of
 from infinity.workload.verify import Verifier
@@ -74,12 +74,13 @@ class Clone:
             before = thread_ids()
             aio = opening.enter_context(_engine(job))
             self._threads = thread_ids() - before
-            set_blocks, count = _count_buffers(job, len(places), stride, aio)
-            buffers = Buffers(job.iomem, stride, count, seed=clone)
+            sets = _sets(job, len(places), stride)
+            shared = (1 + (job.reads and job.writes)) * aio.slots()
+            buffers = Buffers(job.iomem, stride, sets.blocks * sets.count if sets is not None else shared, seed=clone)
             self._verifier = Verifier(job, buffers, places, clone) if job.verify else None
             self._hop = opening.enter_context(Hop(buffers, device)) if device is not None else None
             self._open = opening.pop_all()
-        self._pump = Pump(job, aio, fds, buffers, self._verifier or self._hop, set_blocks, stop)
+        self._pump = Pump(job, aio, fds, buffers, stop, self._verifier or self._hop, sets)
         self.result = CloneResult(text, job, clone, group, aio.backend, buffers.page_bytes(), tuple(places))
 
     def run(self) -> None:
@@ -179,15 +180,11 @@ class Clone:
         return StorageError(code, str(self._places[int(row["file"])].target.path), int(row["offset"]), int(row["nbytes"]), hint)
 
 
-def _count_buffers(job: Job, files: int, stride: int, aio: Aio) -> tuple[int, int]:
-    """(Blocks of a set, buffers in all); without a stage there are no sets, and the engine says how many it needs."""
+def _sets(job: Job, files: int, stride: int) -> Sets | None:
+    """Buffers in sets, for a job with a stage."""
     if job.verify:
-        blocks = count_set_blocks(job, files)
-        return blocks, blocks * count_sets(Verifier.lead, Verifier.lag)
-    if job.target != "cpu":
-        blocks = max(count_set_blocks(job, files), SET_BYTES // stride)
-        return blocks, blocks * count_sets(Hop.lead, Hop.lag)
-    return 0, (1 + (job.reads and job.writes)) * aio.slots()
+        return Sets(blocks=count_blocks(job, files))
+    return hop_sets(job, files, stride) if job.target != "cpu" else None
 
 
 def _engine(job: Job) -> Aio:

@@ -18,10 +18,10 @@ from infinity.storage.work import Work, join
 from infinity.timeline import LaneSummary, Timeline
 from infinity.workload.job import Job
 from infinity.workload.memory import Buffers
-from infinity.workload.pump import Rows
+from infinity.workload.pump import QUEUED, Rows, Sets, count_blocks
 
-SET_BYTES = 8 * MiB
-"""Copies of at least this much reach the rate of the link."""
+LEAST_BYTES, MOST_BYTES = 2 * MiB, 8 * MiB
+"""Of a set: copies of less do not reach the rate of the link, and the larger all sets together, the less of them stays in the CPU's caches."""
 
 _LANES = {READ: Lane.UPLOAD, WRITE: Lane.DOWNLOAD}
 
@@ -31,8 +31,6 @@ class Hop:
 
     It copies as training does, on a stream for each direction, and HBM has a place for each buffer.
     """
-
-    lead, lag = 1, 2
 
     def __init__(self, buffers: Buffers, device: torch.device) -> None:
         """Raises CapacityError when HBM is full, or the system refuses to pin the buffers."""
@@ -78,6 +76,12 @@ class Hop:
         for part in np.split(np.arange(len(mine)), breaks):
             if len(part):
                 yield slice(int(starts[part[0]]), int(stops[part[-1]]))
+
+
+def hop_sets(job: Job, files: int, stride: int) -> Sets:
+    """A quarter of what is in flight is copied at once, while the drive has its queue full beside it."""
+    blocks = max(min(max(job.depth * stride // 4, LEAST_BYTES), MOST_BYTES) // stride, files, 1)
+    return Sets(blocks=blocks, queued=max(QUEUED, -(-count_blocks(job, files) // blocks)), lead=1, lag=2)
 
 
 def device_of(job: Job) -> torch.device | None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.native import SYNC, TIMING, Aio, Request
+from infinity.native import SYNC, TIMING, TRANSFER, Aio, Request
 from infinity.storage.work import COMPLETED, Work
 from infinity.workload.job import Job
 from infinity.workload.memory import Buffers
@@ -28,13 +28,25 @@ _FIRST_COUNT, _LEAST_COUNT, _MOST_COUNT = 64, 16, 16384
 Rows = NDArray[np.void]
 
 
-class Stage(Protocol):
-    """What happens to a set of blocks before it is written and after it was read. A set's buffers are nobody else's meanwhile."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sets:
+    """Buffers that a stage needs for itself: a set is one request's."""
 
-    lead: int
-    """Sets that get ready while the drive has its full queue."""
-    lag: int
-    """Sets that are still on their way when the drive is done with them."""
+    blocks: int
+    queued: int = QUEUED
+    """Sets at the drive: enough blocks that its queue stays full over the end of one of them."""
+    lead: int = 0
+    """Sets that get ready meanwhile."""
+    lag: int = 0
+    """Sets that are still on their way after the drive is done with them."""
+
+    @property
+    def count(self) -> int:
+        return self.queued + self.lead + self.lag
+
+
+class Stage(Protocol):
+    """What happens to a set of blocks before it is written and after it was read."""
 
     def before(self, transfers: Rows) -> Work:
         """Blocks that will be written get their contents: they are there once the work is over."""
@@ -66,10 +78,13 @@ class Failure(Exception):
 class Pump:
     """The blocks of one clone of a job, through its engine. Without a stage blocks share the engine's own few buffers."""
 
-    def __init__(self, job: Job, aio: Aio, fds: Sequence[int], buffers: Buffers, stage: Stage | None, set_blocks: int, stop: threading.Event) -> None:
-        self._job, self._aio, self._fds, self._buffers, self._stage, self._stop = job, aio, fds, buffers, stage, stop
-        self._set_blocks = set_blocks
-        self._free = deque(range(count_sets(stage.lead, stage.lag) if stage is not None else 0))
+    def __init__(
+        self, job: Job, aio: Aio, fds: Sequence[int], buffers: Buffers, stop: threading.Event, stage: Stage | None = None, sets: Sets | None = None
+    ) -> None:
+        """`sets` are those of `buffers` that `stage` needs."""
+        self._job, self._aio, self._fds, self._buffers, self._stop = job, aio, fds, buffers, stop
+        self._stage, self._sets = stage, sets
+        self._free = deque(range(sets.count if sets is not None else 0))
         self._leaving: deque[tuple[int, Work]] = deque()
         self._count = min(_FIRST_COUNT, 4 * job.depth)
         self.started_ns = 0
@@ -84,34 +99,36 @@ class Pump:
         """
         coming: deque[_Batch] = deque()
         queued: deque[_Batch] = deque()
-        lead = self._stage.lead if self._stage else 0
+        done: list[tuple[Rows, Rows]] = []
+        limit, lead = (self._sets.queued, self._sets.lead) if self._sets is not None else (QUEUED, 0)
         self.started_ns = self.stopped_ns = 0
         is_over = False
         while True:
             is_over = is_over or self._stop.is_set() or bool(until_ns and time.monotonic_ns() >= until_ns)
-            while not is_over and len(coming) + len(queued) < QUEUED + lead:
-                transfers = take(self._set_blocks or self._count)
+            while not is_over and len(coming) + len(queued) < limit + lead:
+                transfers = take(self._sets.blocks if self._sets is not None else self._count)
                 is_over = not len(transfers)
                 if not is_over:
                     coming.append(self._prepare(transfers))
-            while coming and len(queued) < QUEUED:
+            while coming and len(queued) < limit:
                 queued.append(self._submit(coming.popleft(), until_ns))
             if not queued:
                 break
-            transfers, timings = self._finish(queued.popleft())
-            if len(transfers):
-                yield transfers, timings
+            done.append(self._finish(queued.popleft()))
+            if self._sets is None or sum(len(transfers) for transfers, _ in done) >= self._count:
+                yield _merged(done)
+        yield _merged(done)
         while self._leaving:
             self._let_go_oldest()
             self.stopped_ns = time.monotonic_ns()
 
     def _prepare(self, transfers: Rows) -> _Batch:
         begun_ns, buffer_set, ready = time.monotonic_ns(), 0, COMPLETED
-        if self._stage is not None:
+        if self._stage is not None and self._sets is not None:
             buffer_set = self._free_set()
             blocks = np.flatnonzero(transfers["direction"] != SYNC)
             blocks = blocks[np.argsort(transfers["direction"][blocks], kind="stable")]  # reads side by side, and writes
-            transfers["buffer"][blocks] = buffer_set * self._set_blocks + np.arange(len(blocks))
+            transfers["buffer"][blocks] = buffer_set * self._sets.blocks + np.arange(len(blocks))
             ready = self._stage.before(transfers)
         return _Batch(transfers, np.zeros(len(transfers), TIMING), begun_ns, ready, buffer_set)
 
@@ -154,11 +171,13 @@ class Pump:
         self._free.append(buffer_set)
 
 
-def count_sets(lead: int, lag: int) -> int:
-    """Sets of buffers that are in somebody's hands at once, by a stage's lead and lag."""
-    return QUEUED + lead + lag
+def _merged(done: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
+    """All of it as one, and `done` is empty: small requests cost less when they are counted together."""
+    transfers, timings = ([pair[side] for pair in done] for side in (0, 1))
+    done.clear()
+    return np.concatenate(transfers or [np.zeros(0, TRANSFER)]), np.concatenate(timings or [np.zeros(0, TIMING)])
 
 
-def count_set_blocks(job: Job, files: int) -> int:
-    """Blocks of a set: enough that the queue stays full from the end of one request into the next."""
+def count_blocks(job: Job, files: int) -> int:
+    """Blocks that keep the drive's queue full from the end of one request into the next."""
     return max(2 * job.depth, files, _LEAST_COUNT)

@@ -30,8 +30,6 @@ _SECTOR_WORDS = 512 // 8
 class Verifier:
     """The stage of a job that verifies: seals what is written, and checks what was read."""
 
-    lead, lag = 0, 0
-
     def __init__(self, job: Job, buffers: Buffers, places: Sequence[Place], clone: int) -> None:
         self._buffers, self._places, self._clone = buffers, places, clone
         self._pass = int.from_bytes(os.urandom(4), "little") << 16  # no other run writes the same

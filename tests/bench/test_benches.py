@@ -46,3 +46,8 @@ def test_paths_are_measured_one_and_several_at_a_time(tmp_path: Path) -> None:
             pytest.skip(str(error))
         raise
     assert set(result["rates"]) == {"1", "2"} and not list(tmp_path.iterdir())
+
+
+def test_the_way_to_hbm_is_measured_beside_its_stages(tmp_path: Path) -> None:
+    result = json.loads(run("hbm.py", "--dir", str(tmp_path)).splitlines()[-1])
+    assert all(len(result[rw]) == 3 for rw in ("read", "write")) and not list(tmp_path.iterdir())
