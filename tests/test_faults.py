@@ -375,14 +375,18 @@ def test_an_interrupt_while_a_unit_is_on_its_way(tmp_path, monkeypatch):
             store = engine._parts.store
             real, timers = store.fetch, []
 
+            class Interrupted(Late):
+                """Takes two seconds from the moment that somebody waits for it, and the interrupt comes early in those."""
+
+                def wait(self, timeout_s=None):
+                    if not timers:
+                        timers.append(threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)))
+                        timers[0].start()
+                        self._ready = time.monotonic() + 2.0
+                    super().wait(timeout_s)
+
             def fetch(key, into):
-                """The unit in question takes two seconds, and the interrupt comes after a moment of those."""
-                if key.unit != interrupt_at:
-                    return real(key, into)
-                if not timers:
-                    timers.append(threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)))
-                    timers[0].start()
-                return Late(real(key, into), 2.0)
+                return real(key, into) if key.unit != interrupt_at else Interrupted(real(key, into), 2.0)
 
             if interrupt_at is not None:
                 engine._parts.scheduler.invalidate()  # what the step has had fetched ahead is fetched again, late

@@ -158,6 +158,7 @@ def test_a_compiled_block_is_one_graph():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="transformers asks torch for it while it is compiled: torch 2.7 has it")
 def test_a_compiled_model():
     torch._dynamo.reset()
     make = seeded(lambda: llama(2))
