@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 PAUSE_S = 0.02
 """Between two contenders: OpenMP's threads spin for a while after their work is done, on the cores of whoever comes next."""
@@ -41,3 +43,11 @@ def timed(step: Callable[[], object]) -> Callable[[], float]:
 def ratio(over: list[float], under: list[float]) -> float:
     """The median over rounds of the ratio of one round."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def fio_memory(block_bytes: int, depth: int) -> str:
+    """2 MiB pages where the system has enough reserved; fio takes no transparent ones."""
+    page_bytes = 2 << 20
+    needed = -(-block_bytes * depth // page_bytes) + 1
+    reserved = re.search(r"HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text())
+    return "mmaphuge" if reserved and int(reserved[1]) >= needed else "malloc"

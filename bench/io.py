@@ -29,10 +29,10 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from common import interleave, ratio  # noqa: E402
+from common import fio_memory, interleave, ratio  # noqa: E402
 
 from infinity.kinds import Group, Tier  # noqa: E402
-from infinity.sizes import KiB, MiB, align_up  # noqa: E402
+from infinity.sizes import KiB, MiB  # noqa: E402
 from infinity.storage.copies import Copies  # noqa: E402
 from infinity.storage.probe import facts  # noqa: E402
 from infinity.storage.slabs import SlabPool  # noqa: E402
@@ -90,13 +90,6 @@ def fio_pass(file: Path, nbytes: int, block_bytes: int, depth: int, memory: str,
     command += ["--direct=1", f"--offset={file.stat().st_size - nbytes}", f"--size={nbytes}", f"--iomem={memory}", "--output-format=json"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return float(json.loads(out[out.index("{") :])["jobs"][0][kind]["bw_bytes"])
-
-
-def fio_memory(block_bytes: int, depth: int) -> str:
-    """2 MiB pages where the system has enough reserved; fio takes no transparent ones."""
-    needed = align_up(block_bytes * depth, 2 * MiB) // (2 * MiB) + 1
-    reserved = re.search(r"HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text())
-    return "mmaphuge" if reserved and int(reserved[1]) >= needed else "malloc"
 
 
 def probe_pass(executable: str, file: Path, nbytes: int, block_bytes: int, depth: int, kind: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,10 @@ def test_paths_are_measured_one_and_several_at_a_time(tmp_path: Path) -> None:
 def test_the_way_to_hbm_is_measured_beside_its_stages(tmp_path: Path) -> None:
     result = json.loads(run("hbm.py", "--dir", str(tmp_path)).splitlines()[-1])
     assert all(len(result[rw]) == 3 for rw in ("read", "write")) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_each_kind_of_job_is_measured_beside_fio(tmp_path: Path) -> None:
+    lines = run("fio.py", "--dir", str(tmp_path)).splitlines()
+    assert [line.split("|")[1].strip() for line in lines if " depth " in line] == ["read 64k depth 4", "rw 64k depth 4"]
+    assert lines[-1].endswith("of 6 figures missed") and not list(tmp_path.iterdir())
