@@ -112,7 +112,8 @@ def help_text() -> str:
     lines += ["\b", "  infinity io --name=seq --rw=read --bs=1m --iodepth=32 --ioengine=libaio --size=16g --directory=/mnt/nvme0"]
     lines += ["  infinity io --name=rand --rw=randrw --rwmixread=70 --bs=4k --iodepth=32 --ioengine=libaio --numjobs=4 \\"]
     lines += ["              --size=4g --directory=/mnt/nvme0 --time_based --runtime=30 --ramp_time=5 --output-format=json"]
-    lines += ["  infinity io --name=hbm --rw=read --bs=1m --iodepth=32 --ioengine=libaio --size=16g --directory=/mnt/nvme0 --target=cuda"]
+    lines += ["  infinity io --name=hbm --rw=read --bs=1m --iodepth=32 --ioengine=libaio --size=16g --directory=/mnt/nvme0 \\"]
+    lines += ["              --target=cuda"]
     lines += ["  infinity io job.fio --output=report.txt"]
     return "\n".join(lines)
 
