@@ -7,7 +7,6 @@ that the mover never waits for a disk.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from infinity.runtime.resting import resting_unit
 from infinity.runtime.states import States
 from infinity.runtime.trace import Trace
 from infinity.runtime.units import Unit
+from infinity.runtime.uploader import Uploader
 from infinity.sharding.layout import Interval
 from infinity.sizes import format_bytes
 from infinity.storage.budget import Budget
@@ -35,7 +35,6 @@ from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
 from infinity.storage.slabs import SlabPool, footprint
 from infinity.storage.store import Store
-from infinity.storage.work import Work
 
 EVENT_POLL_S = 0.0005
 """How often the mover looks whether a buffer that it needs back is not in use any more."""
@@ -91,12 +90,12 @@ class Scheduler:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._landing = threading.Condition()
-        self._uploads: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._run, args=(self._move,), name="infinity-mover", daemon=True)]
+        self._uploader: Uploader | None = None
         if movers.staging is not None:
-            self._threads.append(threading.Thread(target=self._run, args=(self._upload,), name="infinity-uploader", daemon=True))
-        for thread in self._threads:
-            thread.start()
+            self._uploader = Uploader(movers.store, movers.copies, movers.staging, deadline_s=deadline_s, on_death=self._fail)
+        mover = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
+        self._threads = [mover, self._uploader.thread] if self._uploader is not None else [mover]
+        mover.start()
 
     # -- what the hooks ask, in the order of a step -----------------------------------------------------------------
 
@@ -254,9 +253,9 @@ class Scheduler:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._uploads.put(None)
-        if self._movers.staging is not None:
-            self._movers.staging.fail(ClosedError("the engine was closed while a unit was on its way"))
+        if self._uploader is not None:
+            self._uploader.stop()
+            self._uploader.fail(ClosedError("the engine was closed while a unit was on its way"))
         for thread in self._threads:
             thread.join(self._deadline_s)
         for fetch in self._fetches.values():
@@ -266,16 +265,16 @@ class Scheduler:
         self._retired.clear()
         self._buffers.shrink(0)
         self._resting.clear()
-        if self._movers.staging is not None:
-            self._movers.staging.close()
+        if self._uploader is not None:
+            self._uploader.close()
 
     # -- the mover ---------------------------------------------------------------------------------------------------
 
-    def _run(self, loop: Callable[[], None]) -> None:
+    def _run(self) -> None:
         try:
             if self._cuda:
                 torch.cuda.set_device(self._device)
-            loop()
+            self._move()
         except BaseException as error:
             self._fail(error)
 
@@ -289,8 +288,8 @@ class Scheduler:
             self._error = error
             fetches = list(self._fetches.values())
             self._changed.notify_all()
-        if self._movers.staging is not None:
-            self._movers.staging.fail(error)
+        if self._uploader is not None:
+            self._uploader.fail(error)
         for fetch in fetches:
             fetch.fail(error)
 
@@ -471,60 +470,21 @@ class Scheduler:
         fetch.started()
 
     def _start(self, fetch: Fetch, key: ChunkKey, target: Tensor) -> None:
-        store, staging = self._movers.store, self._movers.staging
+        store = self._movers.store
         resident = store.resident(key)
         fetch.expect(1)
         if resident is not None:
             after = fetch.asked_at if resident.device == self._device else None  # else the copy overtakes the update
             fetch.started(self._movers.copies.upload(resident[: target.numel()], target, after=after))
-        elif staging is None:
+        elif self._uploader is None:
             fetch.started(store.fetch(key, target))
         else:
-            buffer = staging.borrow(self._deadline_s)
-            self._uploads.put(_Upload(fetch, store.fetch(key, buffer), buffer, target))
-
-    def _upload(self) -> None:
-        """Uploader thread: reads arrive in the order in which they were started; each is sent on at once."""
-        staging = self._movers.staging
-        assert staging is not None
-        before: tuple[Work, Tensor] | None = None
-        while True:
-            try:
-                item = self._uploads.get_nowait()
-            except queue.Empty:
-                if before is not None:
-                    _hand_back(before, staging, self._deadline_s)
-                    before = None
-                item = self._uploads.get()
-            if item is None:
-                return
-            item.read.wait(self._deadline_s)
-            upload = self._movers.copies.upload(item.staged[: item.target.numel()], item.target)
-            item.fetch.started(upload)
-            if before is not None:
-                _hand_back(before, staging, self._deadline_s)
-            before = (upload, item.staged)
+            self._uploader.bring(fetch, key, target)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A unit's buffer, counted already; what is idle beside it stays within the budget."""
         with self._changed:
             return self._buffers.take(numel, dtype, max(0, self._budget_bytes - self._used_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Upload:
-    """A chunk that is being read into a staging buffer and goes on to `target`."""
-
-    fetch: Fetch
-    read: Work
-    staged: Tensor
-    target: Tensor
-
-
-def _hand_back(before: tuple[Work, Tensor], staging: Reserve, deadline_s: float) -> None:
-    """The upload that read this staging buffer is over: the next read may land in it."""
-    before[0].wait(deadline_s)
-    staging.give(before[1])
 
 
 def _bytes_of(flat: Tensor, interval: Interval) -> Tensor:

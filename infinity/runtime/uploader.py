@@ -1,0 +1,88 @@
+"""Turns NVMe reads that have arrived into uploads, on a thread of its own, so that whoever starts the reads never waits for a disk."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity.runtime.fetches import Fetch
+from infinity.storage.chunks import ChunkKey
+from infinity.storage.copies import Copies
+from infinity.storage.reserve import Reserve
+from infinity.storage.store import Store
+from infinity.storage.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """A chunk that is being read into a staging buffer and goes on to `target`."""
+
+    fetch: Fetch
+    read: Work
+    staged: Tensor
+    target: Tensor
+
+
+class Uploader:
+    """From files through staging to the compute device. A staging buffer is the read's, then the upload's, then the next read's."""
+
+    def __init__(self, store: Store, copies: Copies, staging: Reserve, *, deadline_s: float, on_death: Callable[[BaseException], None]) -> None:
+        """`staging`: pinned buffers of one chunk each, the uploader's from now on. `on_death` is called from the thread with what it died of."""
+        self._store, self._copies, self._staging, self._deadline_s, self._on_death = store, copies, staging, deadline_s, on_death
+        self._uploads: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="infinity-uploader", daemon=True)
+        self.thread.start()
+
+    def bring(self, fetch: Fetch, key: ChunkKey, target: Tensor) -> None:
+        """Start reading a chunk that will go on to `target`, uint8 on the device. Waits for a staging buffer."""
+        buffer = self._staging.borrow(self._deadline_s)
+        self._uploads.put(_Upload(fetch, self._store.fetch(key, buffer), buffer, target))
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody waits for staging any more: whoever does raises `error`."""
+        self._staging.fail(error)
+
+    def stop(self) -> None:
+        """The thread ends once it has come to the end of its queue."""
+        self._uploads.put(None)
+
+    def close(self) -> None:
+        """After the thread has ended: let go of the staging buffers."""
+        self._staging.close()
+
+    def _run(self) -> None:
+        try:
+            torch.cuda.set_device(self._copies.device)
+            self._forward()
+        except BaseException as error:
+            self._on_death(error)
+
+    def _forward(self) -> None:
+        """Reads arrive in the order in which they were started; each is sent on at once."""
+        before: tuple[Work, Tensor] | None = None
+        while True:
+            try:
+                item = self._uploads.get_nowait()
+            except queue.Empty:
+                if before is not None:
+                    self._hand_back(*before)
+                    before = None
+                item = self._uploads.get()
+            if item is None:
+                return
+            item.read.wait(self._deadline_s)
+            upload = self._copies.upload(item.staged[: item.target.numel()], item.target)
+            item.fetch.started(upload)
+            if before is not None:
+                self._hand_back(*before)
+            before = (upload, item.staged)
+
+    def _hand_back(self, upload: Work, staged: Tensor) -> None:
+        """The next read may land in it once the upload has read it."""
+        upload.wait(self._deadline_s)
+        self._staging.give(staged)
