@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ from infinity.timeline import Timeline
 
 _WATCH_EVERY_S = 0.1
 _TOUCHING_THREADS = 8
-"""As many as an engine's pools have at most."""
+"""As many as an engine's pools have at most, where there are cores for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +64,9 @@ class Replay:
         requests = 2 * len(self._specs) + len(self._plan.specs)  # a parameter is read twice and written, states are read and written
         self._timeline = Timeline(max_spans=2 * requests)
         with ExitStack() as closers:
-            run = new_run(paths)
+            run, threads = new_run(paths), min(_TOUCHING_THREADS, len(os.sched_getaffinity(0)))
             closers.callback(remove_run, paths, run)
-            slabs = SlabPool(pin=False, threads=_TOUCHING_THREADS, limit_bytes=self._plan.working_bytes(Tier.CPU))
+            slabs = SlabPool(pin=False, threads=threads, limit_bytes=self._plan.working_bytes(Tier.CPU))
             closers.callback(slabs.close)
             copies = Copies(torch.device("cpu"), self._timeline)
             pools = Pools(pinned=slabs, plain=slabs)

@@ -153,6 +153,13 @@ def test_what_cannot_work_is_one_line_an_exit_code_and_nothing_left(folder, word
     assert left(folder) == []
 
 
+def test_a_file_in_the_place_of_the_runs_is_named_and_stays(folder):
+    (folder / "disk" / "infinity").write_text("mine")
+    done = replay("--set", "store.resume=never")
+    assert done.exit_code == 2 and f"{folder / 'disk' / 'infinity'} is a file" in done.stderr, done.output
+    assert (folder / "disk" / "infinity").read_text() == "mine"
+
+
 def test_a_configuration_without_a_model_says_how_to_name_one(folder):
     Path("bare.toml").write_text('device = "cpu"\n[nvme]\npaths = ["disk"]\n')
     done = replay(config="bare.toml")

@@ -160,6 +160,20 @@ def test_no_sector_is_written_that_is_all_zeros(tmp_path, monkeypatch):
         replay.step("step 1")
 
 
+@pytest.mark.parametrize("case", ["all on NVMe", "three paths"])
+def test_a_replay_takes_no_more_memory_than_training_works_with(tmp_path, case):
+    names, placement, build, sections = CASES[case]
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.mkdir()
+    found, replay = opened(configured(*paths, placement=placement, **sections), build)
+    with replay:
+        replay.lay_out()
+        for number in range(2):
+            replay.step(f"step {number}")
+        assert 0 < replay._slabs.peak_bytes <= found.plan.working_bytes(Tier.CPU)
+
+
 # ---- how it ends ----
 
 
