@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,7 +66,8 @@ def test_the_command_of_the_readme_works(folder):
     assert "replayed, I/O alone: 3 steps, gpt:build_toy" in done.stdout and left(folder) == []
 
 
-def test_a_report_has_phases_paths_and_the_plan(folder):
+def test_a_report_has_phases_paths_and_the_plan(folder, monkeypatch):
+    monkeypatch.setattr("infinity.replay.report.SHORT_S", math.inf)
     done = replay("--steps=2")
     assert done.exit_code == 0, done.output
     first, second, *rest = done.stdout.splitlines()
@@ -177,23 +180,26 @@ def test_a_plan_without_nvme_is_refused_with_the_way_out(folder, paths, said):
     assert left(folder) == []
 
 
-def test_a_read_only_path_is_refused(folder):
-    if os.geteuid() == 0:
-        pytest.skip("root may write anywhere")
-    (folder / "disk").chmod(0o500)
-    done = replay()
-    (folder / "disk").chmod(0o700)
-    assert done.exit_code == 2 and "disk is not writable for this user" in done.stderr and left(folder) == []
-
-
-def test_a_full_disk_is_known_before_anything_is_written(folder):
+@pytest.fixture
+def small(folder):
+    """A drive of 1 MiB."""
     try:
         with small_disk(folder / "small", "1M") as disk:
-            done = replay("--set", f'nvme.paths=[{{path="{disk}", read_rate=2e9, write_rate=1e9}}]')
-            assert done.exit_code == 1 and f"{disk} has 1048576 bytes free" in done.stderr, done.output
-            assert list(disk.iterdir()) == []
+            yield disk
     except OSError as error:
         pytest.skip(f"a small file system cannot be mounted here: {error}")
+
+
+def test_a_full_disk_is_known_before_anything_is_written(small):
+    done = replay("--set", f'nvme.paths=[{{path="{small}", read_rate=2e9, write_rate=1e9}}]')
+    assert done.exit_code == 1 and f"{small} has 1048576 bytes free" in done.stderr, done.output
+    assert list(small.iterdir()) == []
+
+
+def test_a_read_only_path_is_refused(small):
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+    done = replay("--set", f'nvme.paths=["{small}"]')
+    assert done.exit_code == 2 and f"{small} is not writable for this user, or mounted read-only" in done.stderr, done.output
 
 
 def test_what_the_model_prints_does_not_spoil_the_report(folder):
