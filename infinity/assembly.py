@@ -24,7 +24,7 @@ from infinity.optim.optimizer import TieredAdamW, names_of
 from infinity.optim.pipeline import Pipeline, buffer_count
 from infinity.planner.plan import Plan
 from infinity.planner.working import ACTIVATIONS, LIVE, ON_THEIR_WAY, upload_buffers
-from infinity.preparation import Model, ParamGroups, Prepared, adam_threads, addresses_of, defaults, prepare
+from infinity.preparation import Model, ParamGroups, Prepared, adam_threads, addresses_of, aio_options, defaults, prepare
 from infinity.run_state import check_fits
 from infinity.runtime.adopt import Adoption, OnRead, checksum
 from infinity.runtime.arguments import move_arguments
@@ -38,7 +38,7 @@ from infinity.storage.device_limit import DeviceLimit
 from infinity.storage.reserve import Reserve
 from infinity.storage.rundir import discard, run_files
 from infinity.storage.slabs import SlabPool
-from infinity.storage.store import AioOptions, Pools, Resumed, Store
+from infinity.storage.store import Pools, Resumed, Store
 from infinity.timeline import Timeline
 
 logger = logging.getLogger("infinity")
@@ -162,7 +162,7 @@ def _open_run(prepared: Prepared, closers: ExitStack) -> Kept:
         pools=pools,
         copies=copies,
         timeline=timeline,
-        aio=_aio_options(config),
+        aio=aio_options(config),
         identity=_identity(config, prepared.units, _on_read(prepared)),
     )
     closers.callback(store.close)
@@ -294,13 +294,6 @@ def _make_pools(plan: Plan, threads: int) -> Pools:
         return Pools(pinned=SlabPool(pin=True, threads=threads), plain=SlabPool(pin=False, threads=threads))
     pool = SlabPool(pin=False, threads=threads, limit_bytes=plan.held_bytes(Tier.CPU))
     return Pools(pinned=pool, plain=pool)
-
-
-def _aio_options(config: Config) -> AioOptions:
-    nvme = config.nvme
-    return AioOptions(
-        block_bytes=nvme.block_size, queue_depth=nvme.queue_depth, readers=nvme.readers, writers=nvme.writers, deadline_s=nvme.deadline_s
-    )
 
 
 def _identity(config: Config, units: Sequence[Unit], on_read: OnRead) -> dict[str, str]:

@@ -269,4 +269,4 @@ def plan(model: Model, config: Source) -> Plan:
     A path whose rates are not known yet is measured, for a tenth of a second each way; they are kept in PATH/infinity/rates.json.
     Raises what `initialize` would raise for this configuration on this machine.
     """
-    return preview(model, load_config(config))
+    return preview(model, load_config(config)).plan

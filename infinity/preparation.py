@@ -33,7 +33,7 @@ from infinity.runtime.units import Cast, Unit, find_units, make_units
 from infinity.sizes import format_bytes
 from infinity.storage import probe
 from infinity.storage.rundir import find_manifest, run_directory, run_files
-from infinity.storage.store import NvmePath
+from infinity.storage.store import AioOptions, NvmePath
 
 Model = nn.Module | Callable[[], nn.Module]
 ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Callable[[Iterable[tuple[str, nn.Parameter]]], Any]
@@ -85,14 +85,24 @@ def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool
     )
 
 
-def preview(model: Model, config: Config) -> Plan:
-    """The plan alone."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """What a run would be, known from shapes: nothing is built, no state is written."""
+
+    paths: list[NvmePath]
+    units: list[Unit]
+    plan: Plan
+
+
+def preview(model: Model, config: Config) -> Preview:
+    """As `prepare`, without values."""
     device = choose_device(config.device)
     paths = check_paths(config)
     units = preview_units(model, config)
     with native.ThreadPool(adam_threads(config)) as pool:
         hardware = survey(device, pool)
-    return plan_units(units, config, hardware, paths, held_now(device), goes_on=True)
+    plan = plan_units(units, config, hardware, paths, held_now(device), goes_on=True)
+    return Preview(paths=paths, units=units, plan=plan)
 
 
 def preview_units(model: Model, config: Config) -> list[Unit]:
@@ -313,6 +323,14 @@ def paths_of(config: Config) -> list[NvmePath]:
             rates = probe.Rates(read=entry.read_rate, write=entry.write_rate)
         found.append(NvmePath(path=Path(entry.path), weight=entry.weight, max_bytes=entry.max_bytes, rates=rates))
     return found
+
+
+def aio_options(config: Config) -> AioOptions:
+    """How each path is read and written, as the store takes it."""
+    nvme = config.nvme
+    return AioOptions(
+        block_bytes=nvme.block_size, queue_depth=nvme.queue_depth, readers=nvme.readers, writers=nvme.writers, deadline_s=nvme.deadline_s
+    )
 
 
 def held_now(device: torch.device) -> dict[Tier, int]:

@@ -74,7 +74,7 @@ def write_config(**changes: object) -> None:
 
 
 def test_the_commands_of_the_readme_work_in_their_order(folder):
-    block, _, _ = blocks("sh")  # the others are run by cli/test_io.py and cli/test_tune.py
+    block, *_ = blocks("sh")  # the others are run by cli/test_io.py, cli/test_replay.py and cli/test_tune.py
     lines = as_toy(block, folder / "disk").splitlines()
     assert len(lines) >= 7
     for line in lines:

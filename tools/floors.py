@@ -34,6 +34,7 @@ FLOORS: Mapping[str, int] = {
     "infinity.engine": 6,
     "infinity.doctor": 6,
     "infinity.tune": 6,
+    "infinity.replay": 6,
     "infinity": 6,
     "infinity.cli": 7,
     "infinity.__main__": 7,

@@ -31,10 +31,7 @@ def run_io(words: Sequence[str], *, output: Path | None, output_format: str, des
 
     Raises ConfigError for words that cannot work, StorageError for I/O that fails.
     """
-    if output_format not in FORMATS:
-        raise ConfigError(f"--output-format={output_format}: choose {' or '.join(FORMATS)}")
-    if output is not None:
-        _check_output(output)
+    check_report(output, output_format)
     groups = read_words(words)
     console = Console(stderr=True, soft_wrap=True)
     with Interrupt("blocks under way are finished and reported") as interrupt, ProgressLine(console) as line:
@@ -49,11 +46,7 @@ def run_io(words: Sequence[str], *, output: Path | None, output_format: str, des
             if isinstance(error, InfinityError):
                 raise
             raise StorageError(error.errno or errno.EIO, str(error.filename), hint=open_hint(error.errno)) from error
-    text = render(results) if output_format == "normal" else render_json(results)
-    if output is None:
-        sys.stdout.write(text)
-    else:
-        write_output(output, text)
+    hand_over(render(results) if output_format == "normal" else render_json(results), output)
     return INTERRUPTED if interrupt.requested else 0
 
 
@@ -115,14 +108,32 @@ def help_text() -> str:
     lines += ["  infinity io --name=hbm --rw=read --bs=1m --iodepth=32 --ioengine=libaio --size=16g --directory=/mnt/nvme0 \\"]
     lines += ["              --target=cuda"]
     lines += ["  infinity io job.fio --output=report.txt"]
+    lines += ["", "\b", "In place of jobs, --pattern=training --config=CONFIG lays out the files that `infinity train CONFIG` would, reads and"]
+    lines += ["writes them as its steps would, with nothing computed, and removes them: what a step costs these drives.", "", "\b"]
+    lines += ["  infinity io --pattern=training --config=run.toml --steps=5"]
     return "\n".join(lines)
 
 
+def check_report(output: Path | None, output_format: str) -> None:
+    """Whether a report can be made and written, before hours of I/O and not after. Raises ConfigError naming the option."""
+    if output_format not in FORMATS:
+        raise ConfigError(f"--output-format={output_format}: choose {' or '.join(FORMATS)}")
+    if output is not None:
+        _check_output(output)
+
+
 def _check_output(path: Path) -> None:
-    """Before hours of I/O, not after."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"--output={path}: cannot be written: {'it is a directory' if path.is_dir() else f'look at {folder}'}")
+
+
+def hand_over(text: str, output: Path | None) -> None:
+    """A report goes where it is wanted: to standard output where nobody names a file."""
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write_output(output, text)
 
 
 def write_output(path: Path, text: str) -> None:

@@ -15,6 +15,8 @@ from infinity.cli.clean import clean_run
 from infinity.cli.doctor import run_doctor
 from infinity.cli.interrupt import INTERRUPTED
 from infinity.cli.io import help_text, run_io
+from infinity.cli.replay import STEPS, run_replay
+from infinity.cli.replay import read_request as read_replay
 from infinity.cli.train import print_plan, run_training
 from infinity.cli.tune import BS, IODEPTH, WORKERS, read_request, run_tune
 from infinity.config import load_config, write_commented
@@ -136,11 +138,20 @@ def io(
     destroy_data: Annotated[
         bool, typer.Option("--destroy-data", help="Write to block devices and to files that this command did not lay out, whatever they hold.")
     ] = False,
+    pattern: Annotated[str | None, typer.Option(metavar="training", help="Replay the I/O of training steps in place of fio's jobs.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="CONFIG", help="With --pattern: the configuration to train with.")] = None,
+    settings: Settings = None,
+    model: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="With --pattern: what builds the model, train.model.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help=f"With --pattern: steps to replay, {STEPS} if left out.")] = None,
     debug: Debug = False,
 ) -> None:
     """See help_text."""
     with _reported(debug):
-        code = run_io(words or [], output=output, output_format=output_format, destroy_data=destroy_data)
+        if pattern is None and not (config or settings or model or steps):
+            code = run_io(words or [], output=output, output_format=output_format, destroy_data=destroy_data)
+        else:
+            request = read_replay(pattern, words or [], config=config, settings=settings or [], model=model, steps=steps, destroy_data=destroy_data)
+            code = run_replay(request, output=output, output_format=output_format)
     raise typer.Exit(code)
 
 

@@ -137,6 +137,11 @@ class Store:
     def spec(self, key: ChunkKey) -> ChunkSpec:
         return self._specs[key]
 
+    def path(self, key: ChunkKey) -> Path:
+        """Where the file of a chunk on NVMe is: one of the paths, or the run's directory on a path that is no longer named."""
+        directory = self._nvme.slot(key).directory
+        return next((path.path for path, mine in zip(self._paths, self._directories, strict=True) if mine == directory), directory)
+
     def resident(self, key: ChunkKey) -> torch.Tensor | None:
         """uint8 [nbytes] in CPU memory or HBM, the bytes themselves; None when the chunk is on NVMe."""
         return self._tier_of(key).resident(key)

@@ -113,7 +113,7 @@ def split_settings(path, grad, optimizer, precision):
         )
 
     def plan(*limits):
-        return preview(tiny_gpt(recompute=True, **DEEP), Config(**under(*limits)))
+        return preview(tiny_gpt(recompute=True, **DEEP), Config(**under(*limits))).plan
 
     away = plan("1GiB", "256MiB", "nvme")
     cpu = 256 * MiB if grad == "cpu" else away.held_bytes(Tier.CPU) + 256 * KiB
