@@ -76,6 +76,8 @@ class Grads:
         self._by_flat: dict[FlatKey, list[Chunk]] = {}
         for chunk in self._chunks:
             self._by_flat.setdefault(chunk.flat_key, []).append(chunk)
+        self._rests = {key: _rest_of(store, chunks[0]) for key, chunks in self._by_flat.items()}
+        """Per flat: where its gradients rest, if that is one tensor of their own dtype."""
         self._store = store
         self._copies = copies
         self._device = device
@@ -137,13 +139,12 @@ class Grads:
         return rest if rest is not None and rest.device == self._device else None
 
     def _fresh_rest(self, unit: int, flat: int) -> Tensor | None:
-        """Where a flat's gradients rest, if that is one tensor of their own dtype that holds nothing of this step and that nobody reads."""
-        chunks = self._by_flat[unit, flat]
-        rest = self._store.whole(unit, flat, Group.GRAD)
-        if rest is None or chunks[0].grad_dtype != chunks[0].dtype:
-            return None
-        is_free = all(chunk not in self._begun and self._guards.get(chunk, COMPLETED).is_completed() for chunk in chunks)
-        return rest.view(chunks[0].dtype) if is_free else None
+        """Where a flat's gradients rest, if that is one tensor that holds nothing of this step and that nobody reads."""
+        rest = self._rests.get((unit, flat))
+        is_free = rest is not None and all(
+            chunk not in self._begun and self._guards.get(chunk, COMPLETED).is_completed() for chunk in self._by_flat[unit, flat]
+        )
+        return rest if is_free else None
 
     def _send_whole(self, chunks: list[Chunk], grad: Tensor, rest: Tensor, ready: torch.cuda.Event | None, count: _Countdown) -> None:
         """Everything in one copy, or none where the gradient was computed in place."""
@@ -263,6 +264,7 @@ class Grads:
         self._mover.close()
         self._coming_down.clear()
         self._guards.clear()
+        self._rests.clear()
 
     def _wait_landed(self) -> None:
         self._mover.wait_landed()
@@ -279,6 +281,11 @@ class Grads:
         resident = self._store.resident(chunk.key(Group.GRAD))
         assert resident is not None
         return typed(resident, chunk.grad_dtype, chunk.numel)
+
+
+def _rest_of(store: Store, chunk: Chunk) -> Tensor | None:
+    rest = store.whole(*chunk.flat_key, Group.GRAD)
+    return rest.view(chunk.dtype) if rest is not None and chunk.grad_dtype == chunk.dtype else None
 
 
 def _norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:

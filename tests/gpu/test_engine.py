@@ -60,7 +60,7 @@ def values_of(engine):
         if any(True for _ in module.parameters(recurse=False)):
             with engine.gathered(module):
                 values.update((name, p.detach().cpu().clone()) for name, p in module.named_parameters(prefix, recurse=False))
-    return values
+    return {name: values[name] for name, _ in engine.model.named_parameters()}  # tied ones once
 
 
 def plain(steps=10, accumulation=1, max_norm=None, **variant):
