@@ -28,8 +28,8 @@ from infinity.native import READ, WRITE  # noqa: E402
 from infinity.sizes import MiB  # noqa: E402
 from infinity.storage.slabs import SlabPool  # noqa: E402
 from infinity.workload import clone, run  # noqa: E402
-from infinity.workload.hop import MOST_BYTES  # noqa: E402
 from infinity.workload.jobfile import read_words  # noqa: E402
+from infinity.workload.pump import LARGE_BYTES  # noqa: E402
 
 WHOLE, FILE, COPY = "file and HBM", "file and CPU", "pinned copy"
 
@@ -43,15 +43,15 @@ def io_rate(folder: str, args: argparse.Namespace, rw: str, target: str) -> floa
 
 def copy_rate(device: torch.device, pool: SlabPool, nbytes: int, *, up: bool) -> float:
     """Bytes per second of plain copies, in the pieces of a hop, between memory that the engine pinned and HBM."""
-    here = [pool.take(MOST_BYTES) for _ in range(2)]
-    there = [torch.empty(MOST_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    here = [pool.take(LARGE_BYTES) for _ in range(2)]
+    there = [torch.empty(LARGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     synchronize(device)
     start = time.perf_counter()
-    for index in range(max(1, nbytes // MOST_BYTES)):
+    for index in range(max(1, nbytes // LARGE_BYTES)):
         target, source = (there, here) if up else (here, there)
         target[index % 2].copy_(source[index % 2], non_blocking=True)
     synchronize(device)
-    return max(1, nbytes // MOST_BYTES) * MOST_BYTES / (time.perf_counter() - start)
+    return max(1, nbytes // LARGE_BYTES) * LARGE_BYTES / (time.perf_counter() - start)
 
 
 def synchronize(device: torch.device) -> None:

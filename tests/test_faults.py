@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -402,6 +403,33 @@ def test_an_interrupt_while_a_unit_is_on_its_way(tmp_path, monkeypatch):
     for unit in (1, 3):
         got = train(unit)
         assert all(torch.equal(want[key], got[key]) for key in want)
+
+
+@pytest.mark.parametrize("at", ["_may_begin_now", "_begin_now", "_begin", "_allocate"])
+def test_an_interrupt_while_a_thread_starts_a_fetch_itself(tmp_path, monkeypatch, at):
+    """As the training thread does for what only has to be copied. Whoever asks again starts afresh."""
+    config = config_of(known_rates(tmp_path)) | {"store": {"resume": "never"}}
+    with infinity.initialize(tiny_gpt(), config) as engine:
+        scheduler = engine._parts.scheduler
+        scheduler._resting = {index: replace(resting, is_near=True) for index, resting in scheduler._resting.items()}
+        step(engine, 2)
+        with torch.no_grad():
+            want = engine.model(batches(1)[0])
+        scheduler.invalidate()
+        real, interrupts = getattr(scheduler, at), [KeyboardInterrupt]
+
+        def interrupted(*args):
+            if interrupts:
+                raise interrupts.pop()
+            return real(*args)
+
+        monkeypatch.setattr(scheduler, at, interrupted)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            engine.model(batches(1)[0])
+        assert all(fetch.has_landed() or fetch in scheduler._queue for fetch in scheduler._fetches.values())
+        with torch.no_grad():
+            assert torch.equal(engine.model(batches(1)[0]), want)
+        assert scheduler._used_bytes <= scheduler._budget_bytes
 
 
 def test_a_failed_initialize_leaves_nothing(tmp_path, monkeypatch, faulty):

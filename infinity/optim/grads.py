@@ -189,7 +189,8 @@ class Grads:
         """Release the gradients that have come down since the last arrival. Never waits."""
         with self._lock:
             while self._coming_down and self._coming_down[0][0].is_completed():
-                self._coming_down.popleft()[1].down()
+                self._coming_down[0][1].down()  # counts once, so that an interrupt before the next line loses nothing
+                self._coming_down.popleft()
 
     def land_oldest(self) -> bool:
         """Wait for the oldest gradient that no thread waits for, and release it. False where there is none."""
@@ -198,8 +199,8 @@ class Grads:
                 return False
             arrived, count = self._coming_down[0]
             arrived.wait(self._deadline_s)
-            self._coming_down.popleft()
             count.down()
+            self._coming_down.popleft()
             return True
 
     def present(self, unit: int, flat: int) -> frozenset[int]:
@@ -260,7 +261,7 @@ class Grads:
             self._forget()
 
     def close(self) -> None:
-        """End the mover's thread; what is under way is finished."""
+        """End the mover's thread, which finishes what it has begun. Copies that no thread waits for hold their tensors until they are over."""
         self._mover.close()
         self._coming_down.clear()
         self._guards.clear()

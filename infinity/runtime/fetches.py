@@ -1,4 +1,4 @@
-"""One unit's flat buffers on their way to the compute device: asked for, started by the mover, awaited by the hooks."""
+"""One unit's flat buffers on their way to the compute device: asked for, started, awaited by the hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.storage.work import Work
 class Fetch:
     """The state of one unit between the request and the release.
 
-    The mover fills `flats` and adds works; a waiter first waits until everything has been started, then for the
+    Whoever starts it fills `flats` and adds works; a waiter first waits until everything has been started, then for the
     works. On CUDA the last wait is the current stream's, not the host's.
     """
 
@@ -41,7 +41,7 @@ class Fetch:
         self._changed = changed  # one for all fetches of a scheduler: at most one thread waits
 
     def expect(self, parts: int) -> None:
-        """`parts` more pieces will be started by somebody else than the mover."""
+        """`parts` more pieces will be started by somebody else."""
         with self._changed:
             self._unstarted += parts
 

@@ -278,11 +278,11 @@ class Scheduler:
         except BaseException as error:
             self._fail(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, what: str = "a mover thread died") -> None:
         if not isinstance(error, InfinityError):
             cause = error
             is_full = isinstance(cause, torch.OutOfMemoryError)
-            error = CapacityError(f"HBM is full: {cause}") if is_full else MoverError(f"a mover thread died: {type(cause).__name__}: {cause}")
+            error = CapacityError(f"HBM is full: {cause}") if is_full else MoverError(f"{what}: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
         with self._changed:
             self._error = error
@@ -326,10 +326,16 @@ class Scheduler:
         if resting.is_split:
             fetch.asked_at = torch.cuda.current_stream(self._device).record_event()
         self._fetches[index] = fetch
-        if not fetch.nbytes or (resting.is_near and self._may_begin_now(fetch)):
-            self._begin_now(fetch)
-        else:
-            self._queue.append(fetch)
+        try:
+            if not fetch.nbytes or (resting.is_near and self._may_begin_now(fetch)):
+                self._begin_now(fetch)
+            else:
+                self._queue.append(fetch)
+        except BaseException:  # an interrupt in the middle: nobody would ever finish it
+            if fetch in self._queue:
+                self._queue.remove(fetch)
+            self._drop(fetch)
+            raise
         return fetch
 
     def _may_begin_now(self, fetch: Fetch) -> bool:
@@ -339,15 +345,12 @@ class Scheduler:
 
     def _begin_now(self, fetch: Fetch) -> None:
         """Start it from the thread that asks: the copies only have to be queued, and the mover would take the interpreter from this thread."""
+        if fetch.nbytes:
+            self._count(fetch)
         try:
-            if fetch.nbytes:
-                self._count(fetch)
             self._begin(fetch)
         except Exception as error:
-            self._fail(error)
-        except BaseException:  # an interrupt in the middle: what was begun is of no use to anyone
-            self._drop(fetch)
-            raise
+            self._fail(error, f"unit {fetch.name!r} could not be fetched")
 
     def _move(self) -> None:
         while True:

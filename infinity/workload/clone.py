@@ -16,8 +16,7 @@ import numpy as np
 from infinity.errors import StorageError
 from infinity.native import READ, SYNC, TRANSFER, WRITE, Aio, Backend
 from infinity.sizes import SECTOR_BYTES, align_up
-from infinity.timeline import LaneSummary
-from infinity.workload.hop import Hop, device_of, hop_sets
+from infinity.workload.hop import Copied, Hop, device_of, hop_sets
 from infinity.workload.job import Job
 from infinity.workload.jobfile import JobText
 from infinity.workload.layout import Place, open_target
@@ -50,7 +49,7 @@ class CloneResult:
     """Bytes of each direction so far, ramp time included: for whoever watches."""
     blocks: int = 0
     """As many blocks."""
-    hops: dict[int, LaneSummary] = field(default_factory=dict)
+    hops: dict[int, Copied] = field(default_factory=dict)
     """With target=cuda, by direction: the copies between pinned memory and HBM, without ramp time."""
 
 
@@ -79,9 +78,9 @@ class Clone:
             buffers = Buffers(job.iomem, stride, sets.blocks * sets.count if sets is not None else shared, seed=clone)
             self._verifier = Verifier(job, buffers, places, clone) if job.verify else None
             self._hop = opening.enter_context(Hop(buffers, device)) if device is not None else None
+            self._pump = Pump(job, aio, fds, buffers, stop, self._verifier or self._hop, sets)
+            self.result = CloneResult(text, job, clone, group, aio.backend, buffers.page_bytes(), tuple(places))
             self._open = opening.pop_all()
-        self._pump = Pump(job, aio, fds, buffers, stop, self._verifier or self._hop, sets)
-        self.result = CloneResult(text, job, clone, group, aio.backend, buffers.page_bytes(), tuple(places))
 
     def run(self) -> None:
         """All of it. Raises StorageError for the first block that fails."""
@@ -90,7 +89,7 @@ class Clone:
         if self.job.ramp_time:
             ramp_ns = time.monotonic_ns() + round(self.job.ramp_time * 1e9)
             self._pass(ramp_ns, loop=True, stats=None)
-            self.pattern.restart()
+            self._restart()
             before = usage_of(self._threads)
         self._measured()
         self.result.usage = usage_of(self._threads) - before
@@ -98,6 +97,14 @@ class Clone:
     def close(self) -> None:
         """Waits for what is under way."""
         self._open.close()
+
+    def _restart(self) -> None:
+        """What was done so far does not count."""
+        self.pattern.restart()
+        if self._verifier is not None:
+            self._verifier.restart()
+        if self._hop is not None:
+            self._hop.restart()
 
     def _measured(self) -> None:
         job, begin_ns = self.job, time.monotonic_ns()
@@ -112,7 +119,7 @@ class Clone:
             self.pattern.restart()
         self.result.elapsed_ns = time.monotonic_ns() - begin_ns
         if self._hop is not None:
-            self.result.hops = self._hop.summaries(begin_ns)
+            self.result.hops = self._hop.copied()
 
     def _pass(self, until_ns: int, *, loop: bool, stats: CloneStats | None) -> None:
         """The pattern until it or the time is over; with `loop`, from the start again when it is over."""
@@ -183,7 +190,7 @@ class Clone:
 def _sets(job: Job, files: int, stride: int) -> Sets | None:
     """Buffers in sets, for a job with a stage."""
     if job.verify:
-        return Sets(blocks=count_blocks(job, files))
+        return Sets(blocks=count_blocks(job, files, stride))
     return hop_sets(job, files, stride) if job.target != "cpu" else None
 
 

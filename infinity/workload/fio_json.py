@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.native import READ, WRITE
-from infinity.timeline import LaneSummary
 from infinity.workload.clone import CloneResult
 from infinity.workload.doubts import doubts
+from infinity.workload.hop import Copied
 from infinity.workload.latency import MIDDLES, Latencies
 from infinity.workload.report import NAMES, depth_shares, settings_line, totals
 from infinity.workload.stats import DirectionStats
@@ -86,13 +86,13 @@ def _clone(result: CloneResult) -> Table:
             "iodepth_mean": stats.mean_depth,
             "iodepth_max": stats.deepest,
             "target": result.job.target,
-            "hbm": {NAMES[direction]: _hop(copies) for direction, copies in result.hops.items()},
+            "hbm": {NAMES[direction]: _hop(copied) for direction, copied in result.hops.items()},
         },
     }
 
 
-def _hop(copies: LaneSummary) -> Table:
-    return {"io_bytes": copies.nbytes, "bw_bytes": int(copies.rate), "busy": round(copies.busy_s * 1e3)}
+def _hop(copied: Copied) -> Table:
+    return {"copied_bytes": copied.nbytes, "bw_bytes": int(copied.rate), "busy": round(copied.busy_ns / 1e6)}
 
 
 def _direction(stats: DirectionStats) -> Table:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -15,15 +17,49 @@ from infinity.sizes import MiB, format_bytes
 from infinity.storage.copies import Copies
 from infinity.storage.slabs import pin_memory, unpin_memory
 from infinity.storage.work import Work, join
-from infinity.timeline import LaneSummary, Timeline
+from infinity.timeline import Timeline
 from infinity.workload.job import Job
 from infinity.workload.memory import Buffers
-from infinity.workload.pump import QUEUED, Rows, Sets, count_blocks
+from infinity.workload.pump import LARGE_BYTES, QUEUED, Rows, Sets, count_blocks
 
-LEAST_BYTES, MOST_BYTES = 2 * MiB, 8 * MiB
-"""Of a set: copies of less do not reach the rate of the link, and the larger all sets together, the less of them stays in the CPU's caches."""
+LEAST_BYTES = 2 * MiB
+"""Of a set: copies of less do not reach the rate of the link."""
 
 _LANES = {READ: Lane.UPLOAD, WRITE: Lane.DOWNLOAD}
+
+
+@dataclass(slots=True)
+class Copied:
+    """What went one way over the link."""
+
+    lane: Lane
+    nbytes: int = 0
+    """More than the drive moved where a time limit cut writes off whose blocks had come from HBM already."""
+    busy_ns: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of copying."""
+        return self.nbytes * 1e9 / self.busy_ns if self.busy_ns else 0.0
+
+
+class _Sums(Timeline):
+    """Adds up the copies, which in a long run are too many to remember. Those of one lane come one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._adding = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        self.copied = {direction: Copied(lane) for direction, lane in _LANES.items()}
+
+    def record(self, lane: Lane, name: str, start_ns: int, stop_ns: int, nbytes: int = 0) -> None:
+        with self._adding:
+            for copied in self.copied.values():
+                if copied.lane is lane:
+                    copied.nbytes += nbytes
+                    copied.busy_ns += stop_ns - start_ns
 
 
 class Hop:
@@ -36,15 +72,15 @@ class Hop:
         """Raises CapacityError when HBM is full, or the system refuses to pin the buffers."""
         self._buffers = buffers
         self._is_pinned = False
-        self._timeline = Timeline()
+        self._sums = _Sums()
         try:
             self._hbm = torch.from_numpy(buffers.bytes).to(device, copy=True)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"HBM has no {format_bytes(buffers.nbytes)} for as many bytes of buffers: lower iodepth or bs") from error
+        self._copies = Copies(device, self._sums)
         if device.type == "cuda":
             pin_memory(buffers.address, buffers.nbytes)
             self._is_pinned = True
-        self._copies = Copies(device, self._timeline)
 
     def __enter__(self) -> Hop:
         return self
@@ -62,10 +98,13 @@ class Hop:
         spans = list(self._spans(transfers, READ))
         return join(self._copies.upload(torch.from_numpy(self._buffers.bytes[span]), self._hbm[span]) for span in spans)
 
-    def summaries(self, since_ns: int) -> dict[int, LaneSummary]:
-        """By direction of the drive, what was copied since then. None of it is still under way."""
-        lanes = {summary.lane: summary for summary in self._timeline.summary(since_ns=since_ns)}
-        return {direction: lanes[lane] for direction, lane in _LANES.items() if lane in lanes}
+    def restart(self) -> None:
+        """What was copied so far does not count."""
+        self._sums.restart()
+
+    def copied(self) -> dict[int, Copied]:
+        """By direction of the drive, what was copied since. None of it is still under way."""
+        return {direction: copied for direction, copied in self._sums.copied.items() if copied.nbytes}
 
     def _spans(self, transfers: Rows, direction: int) -> Iterator[slice]:
         """Bytes of the buffers that hold this direction's blocks; blocks that lie end to end are one span."""
@@ -79,18 +118,19 @@ class Hop:
 
 
 def hop_sets(job: Job, files: int, stride: int) -> Sets:
-    """A quarter of what is in flight is copied at once, while the drive has its queue full beside it."""
-    blocks = max(min(max(job.depth * stride // 4, LEAST_BYTES), MOST_BYTES) // stride, files, 1)
-    return Sets(blocks=blocks, queued=max(QUEUED, -(-count_blocks(job, files) // blocks)), lead=1, lag=2)
+    """A quarter of what is in flight is copied at once, while the drive has its queue full beside it. The larger all sets together, the less of
+    them stays in the CPU's caches."""
+    blocks = max(min(max(job.depth * stride // 4, LEAST_BYTES), LARGE_BYTES) // stride, files, 1)
+    return Sets(blocks=blocks, queued=max(QUEUED, -(-count_blocks(job, files, stride) // blocks)), lead=1, lag=2)
 
 
 def device_of(job: Job) -> torch.device | None:
     """Where the job's blocks end beyond CPU memory. Raises ConfigError for a device that this machine does not have."""
     if job.target == "cpu":
         return None
-    device = torch.device(job.target)
+    index = int(job.target.partition(":")[2] or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= count:
+    if index >= count:
         found = f"this machine has {count}" if count else "torch finds no CUDA device on this machine"
         raise ConfigError(f"job {job.name}: target={job.target}: {found}. Leave target at cpu, or name one that is there")
-    return device
+    return torch.device("cuda", index)

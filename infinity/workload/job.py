@@ -207,7 +207,7 @@ class Job(Section):
     @field_validator("target")
     @classmethod
     def _device(cls, value: str) -> str:
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", value):
             raise ValueError(f"{value!r}: choose cpu, cuda, or cuda:N")
         return value
 

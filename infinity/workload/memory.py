@@ -29,7 +29,7 @@ class Buffers:
         self.stride = stride
         self.nbytes = align_up(stride * count, SECTOR_BYTES)
         if self.nbytes > psutil.virtual_memory().available:
-            raise CapacityError(f"{format_bytes(self.nbytes)} for {count} blocks of {format_bytes(stride)} are not free: lower iodepth or bs")
+            raise CapacityError(f"{format_bytes(self.nbytes)} for {count} buffers of {format_bytes(stride)} are not free: lower iodepth or bs")
         try:
             self._owner, self.address = _allocate(kind, self.nbytes)
         except (MemoryError, OSError) as error:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.native import SYNC, TIMING, TRANSFER, Aio, Request
+from infinity.sizes import MiB
 from infinity.storage.work import COMPLETED, Work
 from infinity.workload.job import Job
 from infinity.workload.memory import Buffers
@@ -24,6 +25,9 @@ _REQUEST_S = 0.05
 """How long one of them should take: long enough to cost nothing, short enough for a live rate."""
 
 _FIRST_COUNT, _LEAST_COUNT, _MOST_COUNT = 64, 16, 16384
+
+LARGE_BYTES = 8 * MiB
+"""Of a set: more is only held where a job's own depth asks for it."""
 
 Rows = NDArray[np.void]
 
@@ -178,6 +182,6 @@ def _merged(done: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
     return np.concatenate(transfers or [np.zeros(0, TRANSFER)]), np.concatenate(timings or [np.zeros(0, TIMING)])
 
 
-def count_blocks(job: Job, files: int) -> int:
-    """Blocks that keep the drive's queue full from the end of one request into the next."""
-    return max(2 * job.depth, files, _LEAST_COUNT)
+def count_blocks(job: Job, files: int, stride: int) -> int:
+    """Blocks that keep the drive's queue full from the end of one request into the next; where that is few, as many as cost little memory."""
+    return max(2 * job.depth, files, min(_LEAST_COUNT, LARGE_BYTES // stride))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from infinity.native import READ, WRITE
-from infinity.timeline import LaneSummary
 from infinity.workload.clone import CloneResult
 from infinity.workload.doubts import doubts
+from infinity.workload.hop import Copied
 from infinity.workload.job import Job
 from infinity.workload.latency import Latencies
 from infinity.workload.notation import format_size
@@ -87,9 +87,9 @@ def _direction(name: str, stats: DirectionStats) -> Iterator[str]:
     yield from _percentiles("clat", stats.completion)
 
 
-def _hop(copies: LaneSummary, moved: DirectionStats) -> str:
-    share = copies.busy_s * 1e9 / max(moved.elapsed_ns, 1)
-    return f"     hbm: {copies.lane} at {binary(copies.rate)}/s ({decimal(copies.rate)}/s), which took {share:.1%} of the time"
+def _hop(copied: Copied, moved: DirectionStats) -> str:
+    share = copied.busy_ns / max(moved.elapsed_ns, 1)
+    return f"     hbm: {copied.lane} at {binary(copied.rate)}/s ({decimal(copied.rate)}/s), which took {share:.1%} of the time"
 
 
 def _unit(times: Latencies) -> tuple[str, float]:

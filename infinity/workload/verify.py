@@ -37,6 +37,11 @@ class Verifier:
         self._is_reading_back = False
         self._written: list[Rows] = []
 
+    def restart(self) -> None:
+        """What was written so far does not count: the next pass begins."""
+        self._written = []
+        self._pass += 1
+
     @contextmanager
     def reading_back(self) -> Iterator[list[Rows]]:
         """What this pass has written: inside, reads must find it. Then the next pass begins."""

@@ -13,6 +13,8 @@ from optim.rig import SHAPES, Rig, everywhere, file_store, memory_store, mixed, 
 
 from infinity.errors import MoverError, StorageError
 from infinity.kinds import Group, State, Tier
+from infinity.optim.grads import _Countdown
+from infinity.storage.work import COMPLETED
 
 TIERS = list(Tier)
 
@@ -181,3 +183,25 @@ def test_a_dead_thread_lets_go_of_the_buffers_it_was_given():
             r.grads.norm()
         with pytest.raises(StorageError):
             r.grads.arrive(1, 0, torch.zeros(numel), frozenset({0}))
+
+
+@pytest.mark.parametrize("way", ["let_go", "land_oldest"])
+def test_an_interrupt_while_bytes_are_given_back_loses_none(way, monkeypatch):
+    back = []
+    with rig(everywhere(Tier.CPU)) as r:
+        count = _Countdown(lambda: back.append(1))
+        count.start(1)
+        r.grads._coming_down.append((COMPLETED, count))
+        down, interrupts = _Countdown.down, [KeyboardInterrupt]
+
+        def interrupted(self):
+            if interrupts:
+                raise interrupts.pop()
+            down(self)
+
+        monkeypatch.setattr(_Countdown, "down", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(r.grads, way)()
+        getattr(r.grads, way)()
+        getattr(r.grads, way)()
+    assert back == [1]

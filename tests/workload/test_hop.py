@@ -13,7 +13,9 @@ from infinity.native import READ, WRITE
 from infinity.workload import clone
 from infinity.workload import run as running
 from infinity.workload.fio_json import render_json
-from infinity.workload.hop import Hop
+from infinity.workload.hop import Hop, hop_sets
+from infinity.workload.jobfile import JobText, Setting
+from infinity.workload.pump import Sets, count_blocks
 from infinity.workload.report import render
 
 MIB = 1 << 20
@@ -89,21 +91,40 @@ def test_the_reports_say_what_the_copies_did(run, device):
     assert "target=cuda" in text.splitlines()[0] and "hbm: upload at" in text and "hbm: download at" in text
     (job,) = table["jobs"]
     assert job["infinity"]["target"] == "cuda"
-    assert job["infinity"]["hbm"]["read"]["io_bytes"] == job["read"]["io_bytes"]
+    assert job["infinity"]["hbm"]["read"]["copied_bytes"] == job["read"]["io_bytes"]
 
 
 def test_a_timed_job_counts_until_its_last_block_is_in_hbm(run, device):
     (result,) = run("--rw=read", "--bs=64k", "--size=1m", "--time_based", "--runtime=100ms", "--ramp_time=50ms", "--target=cuda")
     moved = result.stats.directions[READ]
     assert result.hops[READ].nbytes == moved.nbytes > 0
-    assert result.hops[READ].busy_s * 1e9 <= moved.elapsed_ns
+    assert 0 < result.hops[READ].busy_ns <= moved.elapsed_ns
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_made(run, disk):
-    with pytest.raises(ConfigError, match="target=cuda:99: .*Leave target at cpu"):
-        run("--size=1m", "--target=cuda:99")
-    with pytest.raises(ConfigError, match="'gpu': choose cpu, cuda, or cuda:N"):
-        run("--size=1m", "--target=gpu")
+    for device in ("cuda:99", "cuda:128", "cuda:256", "cuda:99999999999999999999"):
+        with pytest.raises(ConfigError, match=f"target={device}: .*Leave target at cpu"):
+            run("--size=1m", f"--target={device}")
+    for device in ("gpu", "CUDA", "cuda:", "cuda:-1", "cuda:\u0663"):
+        with pytest.raises(ConfigError, match=f"'{device}': choose cpu, cuda, or cuda:N"):
+            run("--size=1m", f"--target={device}")
     with pytest.raises(ConfigError, match="verify looks at blocks in CPU memory"):
         run("--rw=write", "--size=1m", "--verify=crc32c", "--target=cuda")
     assert list(disk.iterdir()) == []
+
+
+def test_more_copies_than_a_timeline_remembers_are_added_up(run, device, monkeypatch):
+    monkeypatch.setattr("infinity.timeline.Timeline.__init__.__defaults__", (10,))
+    (result,) = run("--rw=randread", "--bs=512", "--size=64k", "--direct=0", "--target=cuda")  # a copy for each block
+    assert result.hops[READ].nbytes == result.stats.directions[READ].nbytes == 64 << 10
+
+
+@pytest.mark.parametrize("bs", ["4k", "1m", "64m", "1g"])
+@pytest.mark.parametrize("iodepth", [1, 32])
+def test_sets_hold_what_is_in_flight_twice_and_little_more(bs, iodepth):
+    """In flight, and as much again for the start of the next request; at most 40 MiB, or three blocks, on their way beside it."""
+    job = JobText("a", "", (), (Setting("bs", bs, ""), Setting("iodepth", str(iodepth), ""), Setting("ioengine", "libaio", ""))).job()
+    block = job.blocks[READ].largest
+    held = [sets.blocks * sets.count * block for sets in (hop_sets(job, 1, block), Sets(blocks=count_blocks(job, 1, block)))]
+    assert held[0] <= 2 * iodepth * block + max(40 * MIB, 3 * block)
+    assert held[1] <= 2 * max(2 * iodepth * block, 8 * MIB)

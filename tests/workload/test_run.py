@@ -154,6 +154,30 @@ def _put_back_first(read_back, path, content):
     return put_back
 
 
+def test_what_the_ramp_wrote_is_not_what_the_job_wrote(run, disk, monkeypatch):
+    """Blocks that the ramp cut differently are gone by then, and its bytes in place of the job's are a lost write."""
+    (result,) = run(
+        "--rw=randwrite", "--bssplit=4k/50:8k/50", "--size=1m", "--verify=crc32c", "--ramp_time=100ms", "--ioengine=libaio", "--iodepth=4"
+    )
+    read, written = (result.stats.directions[direction].nbytes for direction in (READ, WRITE))
+    assert read == written == MIB
+    path, kept = disk / "a.0.0", []
+    restart, read_back = clone.Clone._restart, clone.Clone._read_back
+
+    def keep(self):
+        kept.append(path.read_bytes())
+        restart(self)
+
+    def put_back(*args):
+        path.write_bytes(kept[0])
+        read_back(*args)
+
+    monkeypatch.setattr(clone.Clone, "_restart", keep)
+    monkeypatch.setattr(clone.Clone, "_read_back", put_back)
+    with pytest.raises(StorageError, match="a write was lost"):
+        run("--rw=write", "--bs=4k", "--size=256k", "--verify=crc32c", "--ramp_time=100ms", destroy_data=True)
+
+
 def test_another_block_size_and_a_file_without_headers_are_told_apart(run, disk):
     run("--rw=write", "--size=64k", "--verify=crc32c")
     with pytest.raises(StorageError, match="written with 4096 bytes"):
