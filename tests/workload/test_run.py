@@ -156,11 +156,9 @@ def _put_back_first(read_back, path, content):
 
 def test_what_the_ramp_wrote_is_not_what_the_job_wrote(run, disk, monkeypatch):
     """Blocks that the ramp cut differently are gone by then, and its bytes in place of the job's are a lost write."""
-    (result,) = run(
-        "--rw=randwrite", "--bssplit=4k/50:8k/50", "--size=1m", "--verify=crc32c", "--ramp_time=100ms", "--ioengine=libaio", "--iodepth=4"
-    )
+    (result,) = run("--rw=randwrite", "--bssplit=4k/50:8k/50", "--size=1m", "--verify=crc32c", "--ramp_time=100ms", "--iodepth=4")
     read, written = (result.stats.directions[direction].nbytes for direction in (READ, WRITE))
-    assert read == written == MIB
+    assert read == written > MIB - 8192
     path, kept = disk / "a.0.0", []
     restart, read_back = clone.Clone._restart, clone.Clone._read_back
 
