@@ -262,7 +262,7 @@ class Hooks:
             self._arm()
             grad = seat.take_grad()
             if grad is not None:
-                unit.grads.arrive(seat, grad.detach())  # with create_graph it has a graph of its own
+                unit.grads.arrive(seat, grad.detach() if grad.requires_grad else grad)  # with create_graph it has a graph of its own
                 if unit.flats is None and unit.grads.is_full():
                     unit.grads.hand_down()  # a unit at rest has no release to come; what comes in parts waits for the end of backward
 

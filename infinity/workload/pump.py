@@ -21,8 +21,8 @@ from infinity.workload.memory import Buffers
 QUEUED = 2
 """Scattered requests at the drive: while one is counted the other keeps the queue full."""
 
-_REQUEST_S = 0.05
-"""How long one of them should take: long enough to cost nothing, short enough for a live rate."""
+_REQUEST_S = 0.2
+"""How long one of them should take: short enough for a live rate, and long enough that counting, which takes a core, meets few blocks."""
 
 _FIRST_COUNT, _LEAST_COUNT, _MOST_COUNT = 64, 16, 16384
 
