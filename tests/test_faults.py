@@ -366,6 +366,15 @@ def test_a_slow_drive_makes_units_late_and_changes_nothing(tmp_path, monkeypatch
     assert all(torch.equal(quick[key], slow[key]) for key in quick)
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """A shell's background job is started with SIGINT ignored, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupt_while_a_unit_is_on_its_way(tmp_path, monkeypatch):
     """Ctrl-C in the middle of an evaluation: what was half-way here is old after the next step, and is not used."""
     config = config_of(known_rates(tmp_path)) | {"store": {"resume": "never"}}
