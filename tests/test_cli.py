@@ -44,17 +44,6 @@ def infinity(*words: str, answer: str = "") -> Result:
     return CliRunner().invoke(app, words, input=answer, prog_name="infinity")
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working directory with the example in it and a drive beside it."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "gpt.py").write_text((ROOT / "examples" / "gpt.py").read_text(encoding="utf-8"), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    yield tmp_path
-    sys.modules.pop("gpt", None)
-
-
 def write_config(**changes: object) -> None:
     settings = {
         "device": "cpu",
@@ -73,42 +62,42 @@ def write_config(**changes: object) -> None:
     Path("run.toml").write_text(write_commented(load_config({}, words)), encoding="utf-8")
 
 
-def test_the_commands_of_the_readme_work_in_their_order(folder):
+def test_the_commands_of_the_readme_work_in_their_order(example_folder):
     block, *_ = blocks("sh")  # the others are run by cli/test_io.py, cli/test_replay.py and cli/test_tune.py
-    lines = as_toy(block, folder / "disk").splitlines()
+    lines = as_toy(block, example_folder / "disk").splitlines()
     assert len(lines) >= 7
     for line in lines:
         name, *words = shlex.split(line, comments=True)
         assert name == "infinity"
         done = infinity(*words)
         assert done.exit_code == 0, f"{line}\n{done.output}"
-    assert (folder / "again" / "step-4").is_dir()
-    assert (folder / "runs" / "step-5").is_dir()
-    assert not list((folder / "disk").rglob("*.safetensors"))
+    assert (example_folder / "again" / "step-4").is_dir()
+    assert (example_folder / "runs" / "step-5").is_dir()
+    assert not list((example_folder / "disk").rglob("*.safetensors"))
 
 
-def test_the_ten_lines_of_the_readme_work(folder):
+def test_the_ten_lines_of_the_readme_work(example_folder):
     (block,) = blocks("python")
     names: dict[str, Any] = {}
-    exec(as_toy(block, folder / "disk") + "        break\n", names)
+    exec(as_toy(block, example_folder / "disk") + "        break\n", names)
     assert names["engine"].global_step == 1
     assert names["loss"].item() == pytest.approx(math.log(256), abs=0.5)
 
 
-def test_a_run_reports_its_lanes_and_leaves_its_files(folder):
+def test_a_run_reports_its_lanes_and_leaves_its_files(example_folder):
     write_config()
     done = infinity("train", "run.toml")
     assert done.exit_code == 0, done.stderr
     assert re.search(r"^step 3  loss \d\.\d+ .* tokens/s .*nvme-read .* stalled \d+%$", done.stdout, flags=re.MULTILINE)
     assert "nvme-write" in done.stdout and "exposed" in done.stdout
-    lines = [json.loads(line) for line in (folder / "runs" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (example_folder / "runs" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["bytes"]["nvme-read"] > 0 and line["bytes"]["nvme-write"] > 0 for line in lines)
-    trace = json.loads((folder / "runs" / "trace.json").read_text())
+    trace = json.loads((example_folder / "runs" / "trace.json").read_text())
     assert {"nvme-read", "adam"} <= {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
 
 
-def test_a_second_run_of_a_finished_one_says_how_to_go_on(folder):
+def test_a_second_run_of_a_finished_one_says_how_to_go_on(example_folder):
     write_config()
     infinity("train", "run.toml")
     again = infinity("train", "run.toml")
@@ -116,16 +105,16 @@ def test_a_second_run_of_a_finished_one_says_how_to_go_on(folder):
     assert "already has all 3 steps" in again.stdout
 
 
-def test_ctrl_c_stops_after_the_step_with_everything_saved_and_closed(folder):
+def test_ctrl_c_stops_after_the_step_with_everything_saved_and_closed(example_folder):
     write_config(**{"train.steps": 100_000})
     command = [sys.executable, "-m", "infinity", "train", "run.toml"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=example_folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         next(line for line in process.stdout if line.startswith("step 2 "))
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    (checkpoint,) = (folder / "runs").glob("step-*")
+    (checkpoint,) = (example_folder / "runs").glob("step-*")
     assert f"saved in {checkpoint}. The same command goes on from there." in said
     steps = int(checkpoint.name.removeprefix("step-"))
     done = infinity("train", "run.toml", "--set", f"train.steps={steps + 1}")
@@ -138,7 +127,7 @@ def losses(output: str) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
-def test_a_resumed_run_continues_to_the_digit(folder):
+def test_a_resumed_run_continues_to_the_digit(example_folder):
     write_config(**{"train.warmup_steps": 4})  # so that a wrong learning rate would show
     for steps, output in ((4, "whole"), (2, "halves"), (4, "halves")):
         settings = (f"train.steps={steps}", f"train.output={output}", f"store.run={output}")
@@ -147,13 +136,13 @@ def test_a_resumed_run_continues_to_the_digit(folder):
     assert losses("whole") == losses("halves")
 
 
-def test_exported_weights_are_plain_and_tied_ones_stand_once(folder):
+def test_exported_weights_are_plain_and_tied_ones_stand_once(example_folder):
     write_config()
     infinity("train", "run.toml")
     done = infinity("export", "runs/step-3", "weights")
     assert done.exit_code == 0, done.stderr
     names: list[str] = []
-    for path in sorted((folder / "weights").glob("*.safetensors")):
+    for path in sorted((example_folder / "weights").glob("*.safetensors")):
         with safe_open(path, framework="pt") as tensors:
             names += tensors.keys()
     assert len(names) == len(set(names))
@@ -161,12 +150,12 @@ def test_exported_weights_are_plain_and_tied_ones_stand_once(folder):
     assert "blocks.2.down.weight" in names
 
 
-def test_a_plan_builds_nothing(folder):
+def test_a_plan_builds_nothing(example_folder):
     write_config()
     done = infinity("train", "run.toml", "--plan")
     assert done.exit_code == 0, done.stderr
     assert "nvme" in done.stdout
-    assert not list((folder / "disk").rglob("*.safetensors")) and not (folder / "runs").exists()
+    assert not list((example_folder / "disk").rglob("*.safetensors")) and not (example_folder / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +176,7 @@ def test_a_plan_builds_nothing(folder):
         (["clean", "disk", "--yes"], 2, "is not the directory of a run"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_an_exit_code(folder, words, code, said):
+def test_what_cannot_work_is_one_line_and_an_exit_code(example_folder, words, code, said):
     write_config()
     done = infinity(*words)
     assert done.exit_code in ((1, 2) if code is None else (code,)), done.stderr
@@ -195,33 +184,33 @@ def test_what_cannot_work_is_one_line_and_an_exit_code(folder, words, code, said
     assert "Traceback" not in done.stderr
 
 
-def test_debug_lets_the_error_through_with_its_traceback(folder):
+def test_debug_lets_the_error_through_with_its_traceback(example_folder):
     done = infinity("train", "absent.toml", "--debug")
     assert done.exit_code == 1
     assert isinstance(done.exception, ConfigError)
 
 
-def test_clean_asks_and_then_removes_only_the_run(folder):
+def test_clean_asks_and_then_removes_only_the_run(example_folder):
     write_config()
     infinity("train", "run.toml")
-    (folder / "disk" / "mine.txt").write_text("keep")
-    assert list((folder / "disk").rglob("*.safetensors"))
+    (example_folder / "disk" / "mine.txt").write_text("keep")
+    assert list((example_folder / "disk").rglob("*.safetensors"))
     asked = infinity("clean", "run.toml", answer="n\n")
     assert "nothing was removed" in asked.stdout
-    assert list((folder / "disk").rglob("*.safetensors"))
+    assert list((example_folder / "disk").rglob("*.safetensors"))
     done = infinity("clean", "run.toml", "--yes")
     assert done.exit_code == 0, done.stderr
-    assert not list((folder / "disk").rglob("*.safetensors"))
-    assert (folder / "disk" / "mine.txt").exists() and (folder / "runs" / "step-3").is_dir()
+    assert not list((example_folder / "disk").rglob("*.safetensors"))
+    assert (example_folder / "disk" / "mine.txt").exists() and (example_folder / "runs" / "step-3").is_dir()
 
 
-def test_help_is_there_for_every_command(folder):
+def test_help_is_there_for_every_command(example_folder):
     for words in ([], ["train"], ["doctor"], ["init"], ["export"], ["clean"]):
         done = infinity(*words, "--help")
         assert done.exit_code == 0 and "Usage: infinity" in done.stdout
 
 
-def test_resuming_beside_a_later_checkpoint_is_refused(folder):
+def test_resuming_beside_a_later_checkpoint_is_refused(example_folder):
     write_config(**{"train.save_every": 2})
     assert infinity("train", "run.toml").exit_code == 0
     refused = infinity("train", "run.toml", "--resume", "runs/step-2", "--set", "store.run=again")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from infinity.cli.interrupt import INTERRUPTED, Interrupt
+from infinity.cli.progress_line import ProgressLine
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.workload import run
 from infinity.workload.fio_json import render_json
@@ -35,9 +35,10 @@ def run_io(words: Sequence[str], *, output: Path | None, output_format: str, des
     groups = read_words(words)
     console = Console(stderr=True, soft_wrap=True)
     with Interrupt("blocks under way are finished and reported") as interrupt, ProgressLine(console) as line:
+        pace = _Pace(line)
 
         def watch(progress: run.Progress) -> bool:
-            line.show(progress)
+            pace.show(progress)
             return not interrupt.requested
 
         try:
@@ -50,26 +51,12 @@ def run_io(words: Sequence[str], *, output: Path | None, output_format: str, des
     return INTERRUPTED if interrupt.requested else 0
 
 
-class ProgressLine:
-    """How far the jobs are and their rate just now, on a terminal; elsewhere only what is said."""
+class _Pace:
+    """Shows where the jobs are, with their rate since the last look."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"))
-        # Refreshed by `show`: a thread of rich's own would be counted as an I/O thread.
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False, transient=True)
-        self._task = self._bar.add_task("", total=1.0, rate="")
+    def __init__(self, line: ProgressLine) -> None:
+        self._line = line
         self._before: run.Progress | None = None
-
-    def __enter__(self) -> ProgressLine:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False)
 
     def show(self, progress: run.Progress) -> None:
         before = self._before
@@ -78,8 +65,7 @@ class ProgressLine:
         seconds = progress.elapsed_s - (before.elapsed_s if before else 0.0)
         if seconds < 1e-3:
             return
-        self._bar.update(self._task, completed=progress.share, description=f"{progress.jobs} jobs", rate=format_rates(before, progress, seconds))
-        self._bar.refresh()
+        self._line.show(f"{progress.jobs} jobs", progress.share, 1.0, format_rates(before, progress, seconds))
         self._before = progress
 
 

@@ -7,14 +7,15 @@ import errno
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from infinity import replay
 from infinity.cli.interrupt import INTERRUPTED, Interrupt
 from infinity.cli.io import check_report, hand_over
+from infinity.cli.progress_line import ProgressLine
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.functions import load_function
@@ -73,7 +74,7 @@ def run_replay(request: Request, *, output: Path | None, output_format: str) -> 
     check_report(output, output_format)
     config = load_config(request.config, request.settings)
     console = Console(stderr=True, soft_wrap=True)
-    with Interrupt("the running phase is finished and reported") as interrupt, _Line(console) as line:
+    with Interrupt("the running phase is finished and reported") as interrupt, ProgressLine(console) as line:
         with contextlib.redirect_stdout(sys.stderr):  # what the model's module prints; standard output is the report's
             build = load_function("train.model", config.train.model, [request.config.absolute().parent, Path.cwd()])
             for sentence in replay.remove_leftovers([Path(entry.path) for entry in config.nvme.paths]):
@@ -105,10 +106,10 @@ def _refuse_without_traffic(source: Path, config: Config, found: Preview) -> Non
     )
 
 
-def _replayed(found: Preview, config: Config, count: int, line: _Line, is_wanted: Callable[[], bool]) -> list[replay.StepMoved]:
+def _replayed(found: Preview, config: Config, count: int, line: ProgressLine, is_wanted: Callable[[], bool]) -> list[replay.StepMoved]:
     """The steps, files gone. KeyboardInterrupt when it was ended before anything was measured."""
     steps = []
-    with _named(found), replay.Replay(found, aio_options(config), watch=line.show) as drives:
+    with _named(found), replay.Replay(found, aio_options(config), watch=partial(_show, line)) as drives:
         places = ", ".join(str(path.path) for path in found.paths)
         line.say(f"laying out {format_bytes(found.plan.resting(Tier.NVME))} in {places}")
         drives.lay_out(is_wanted)
@@ -132,27 +133,7 @@ def _named(found: Preview) -> Iterator[None]:
         raise StorageError(error.errno or errno.EIO, str(error.filename or found.paths[0].path)) from error
 
 
-class _Line:
-    """How far the running part is, on a terminal; elsewhere only what is said."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"))
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False, transient=True)
-        self._task = self._bar.add_task("", total=1.0, rate="")
-
-    def __enter__(self) -> _Line:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False)
-
-    def show(self, progress: replay.Progress) -> None:
-        """The rate is that of the part so far, reads and writes together."""
-        rate = format_rate(progress.done_bytes / progress.seconds) if progress.seconds else ""
-        self._bar.update(self._task, completed=progress.done_bytes, total=progress.total_bytes, description=progress.what, rate=rate)
-        self._bar.refresh()
+def _show(line: ProgressLine, progress: replay.Progress) -> None:
+    """The rate is that of the part so far, reads and writes together."""
+    rate = format_rate(progress.done_bytes / progress.seconds) if progress.seconds else ""
+    line.show(progress.what, progress.done_bytes, progress.total_bytes, rate)

@@ -34,15 +34,10 @@ def replay(*words, config="run.toml"):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working directory with the example and its configuration in it, and a drive of known rates beside them."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "gpt.py").write_text((ROOT / "examples" / "gpt.py").read_text(encoding="utf-8"), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+def folder(example_folder):
+    """With a configuration in it, and the drive's rates known."""
     write_config()
-    yield tmp_path
-    sys.modules.pop("gpt", None)
+    return example_folder
 
 
 def write_config(**changes):

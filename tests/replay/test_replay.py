@@ -72,13 +72,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_step_moves_what_the_plan_says_and_the_files_are_gone(tmp_path, case):
+def opened_case(folder, case):
+    """(directories, preview, replay that is to be entered) of one of the cases."""
     names, placement, build, sections = CASES[case]
-    paths = [tmp_path / name for name in names]
+    paths = [folder / name for name in names]
     for path in paths:
         path.mkdir()
-    found, replay = opened(configured(*paths, placement=placement, **sections), build)
+    return paths, *opened(configured(*paths, placement=placement, **sections), build)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_moves_what_the_plan_says_and_the_files_are_gone(tmp_path, case):
+    paths, found, replay = opened_case(tmp_path, case)
     with replay:
         replay.lay_out()
         for number in range(2):
@@ -162,11 +167,7 @@ def test_no_sector_is_written_that_is_all_zeros(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", ["all on NVMe", "three paths"])
 def test_a_replay_takes_no_more_memory_than_training_works_with(tmp_path, case):
-    names, placement, build, sections = CASES[case]
-    paths = [tmp_path / name for name in names]
-    for path in paths:
-        path.mkdir()
-    found, replay = opened(configured(*paths, placement=placement, **sections), build)
+    paths, found, replay = opened_case(tmp_path, case)
     with replay:
         replay.lay_out()
         for number in range(2):
