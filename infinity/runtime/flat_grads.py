@@ -15,6 +15,10 @@ from infinity.runtime.units import Unit
 from infinity.sharding.layout import Interval
 
 
+_MOST_WAITING_BYTES = 4 << 20
+"""Gradients that have arrived and are not in their places yet: the small ones of a unit, its norms and biases, go there in one launch."""
+
+
 @dataclass(slots=True)
 class _Filling:
     """A flat gradient that has begun to fill."""
@@ -22,6 +26,30 @@ class _Filling:
     flat: Tensor
     places: list[Tensor]
     present: set[int] = field(default_factory=set)
+    waiting: list[Tensor] = field(default_factory=list)
+    """To be copied to `targets`, on the stream that is current then as now."""
+    targets: list[Tensor] = field(default_factory=list)
+    waiting_bytes: int = 0
+
+    def put(self, slot: int, grad: Tensor) -> None:
+        """The gradient of a slot, the first; it may wait a while for its copy."""
+        self.present.add(slot)
+        self.waiting.append(grad)
+        self.targets.append(self.places[slot])
+        self.waiting_bytes += grad.nbytes
+        if self.waiting_bytes > _MOST_WAITING_BYTES:
+            self.settle()
+
+    def add(self, slot: int, grad: Tensor) -> None:
+        """Another gradient of a slot."""
+        self.settle()
+        self.places[slot].add_(grad)
+
+    def settle(self) -> None:
+        """Everything that has arrived is in its place."""
+        if self.waiting:
+            torch._foreach_copy_(self.targets, self.waiting)
+            self.waiting, self.targets, self.waiting_bytes = [], [], 0
 
 
 class FlatGrads:
@@ -35,14 +63,12 @@ class FlatGrads:
     def arrive(self, seat: Seat, grad: Tensor) -> None:
         """Put one parameter's gradient into its place; what comes again before the hand-over is added, as autograd would."""
         filling = self._filling.get(seat.flat_index) or self._begin(seat.flat_index)
-        place = filling.places[seat.slot_index]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if seat.slot_index in filling.present:
-            place.add_(grad)
+            filling.add(seat.slot_index, grad)
         else:
-            place.copy_(grad)
-            filling.present.add(seat.slot_index)
+            filling.put(seat.slot_index, grad)
         seat.is_held = True
 
     def _begin(self, index: int) -> _Filling:
@@ -64,6 +90,7 @@ class FlatGrads:
         while self._filling:
             index, filling = self._filling.popitem()
             layout, flat = self._unit.layout.flats[index], filling.flat
+            filling.settle()
             is_full = len(filling.present) == len(layout.slots)
             for gap in self._padding[index] if is_full else layout.gaps(filling.present):
                 flat[gap.start : gap.stop].zero_()
