@@ -26,6 +26,8 @@ class Trace:
         self._learned: list[int] = []
         self._order: list[int] = []
         self._places: dict[int, list[int]] = {}
+        self._hints: dict[tuple[int, int, int | None], list[int]] = {}
+        """Answers given for this order: the same are asked for in every step, by the thread that launches compute."""
         self._position = 0
         self._pass: list[int] = []
         self._is_clean = True
@@ -113,11 +115,17 @@ class Trace:
             self._learn(self._pass)
 
     def _hint_from(self, order: list[int]) -> None:
-        self._order, self._position, self._places = order, 0, {}
+        self._order, self._position, self._places, self._hints = order, 0, {}, {}
         for place, unit in enumerate(order):
             self._places.setdefault(unit, []).append(place)
 
     def _distinct(self, position: int, n: int, skip: int | None) -> list[int]:
+        key = position, n, skip
+        if key not in self._hints:
+            self._hints[key] = self._search(position, n, skip)
+        return self._hints[key]
+
+    def _search(self, position: int, n: int, skip: int | None) -> list[int]:
         found: list[int] = []
         for step in range(len(self._order)):
             if len(found) >= n:

@@ -17,6 +17,9 @@ from infinity.timeline import Timeline
 _ANCHOR_EVERY_S = 10.0
 """CUDA event times are float32 milliseconds after an anchor: near anchors keep microseconds, and clocks drift apart."""
 
+_MOST_UNMEASURED = 1024
+"""Finished copies whose spans are not with the timeline yet; two CUDA events each."""
+
 _DEADLINE_S = 120.0
 _LONGEST_NAP_S = 5e-4
 
@@ -89,6 +92,7 @@ class Copies:
         """Every upload started so far is over: their sources may be written. Raises MoverError at the deadline."""
         if self._lanes is not None:
             self._lanes.wait_for(Lane.UPLOAD, timeout_s)
+            self._lanes.sweep()  # no compute is being launched now, which this would hold up
 
     def drain_spans(self) -> None:
         """Hand the spans of finished copies to the timeline. Never waits for the device."""
@@ -130,6 +134,8 @@ class _CudaLanes:
         self._anchor = self._drop_anchor()
         self._under_way: dict[Lane, deque[_CudaCopy]] = {Lane.UPLOAD: deque(), Lane.DOWNLOAD: deque()}
         """Per direction, oldest first: a download that waits for compute holds no upload's tensors."""
+        self._over: deque[_CudaCopy] = deque()
+        """To be measured. Whoever finds that a copy is over may be launching compute, and reading the times of events takes long."""
         self._lock = threading.Lock()
 
     def upload(self, source: torch.Tensor, target: torch.Tensor, name: str, after: torch.cuda.Event | None) -> CopyWork:
@@ -138,16 +144,16 @@ class _CudaLanes:
         with torch.cuda.stream(self.up):
             start = self._mark(self.up)
             if source.dtype == target.dtype:
-                target.copy_(source.view(target.shape), non_blocking=True)
+                target.copy_(_shaped(source, target), non_blocking=True)
             else:
-                target.copy_(source.to(self.device, non_blocking=True).view(target.shape))
+                target.copy_(_shaped(source.to(self.device, non_blocking=True), target))
             return self._track(Lane.UPLOAD, name, source.nbytes, start, self._mark(self.up), (source, target))
 
     def download(self, source: torch.Tensor, target: torch.Tensor, name: str, after: torch.cuda.Event | None) -> CopyWork:
         self.down.wait_event(after or torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self.down):
             start = self._mark(self.down)
-            target.copy_(source.to(target.dtype).view(target.shape), non_blocking=True)
+            target.copy_(_shaped(source.to(target.dtype), target), non_blocking=True)
             return self._track(Lane.DOWNLOAD, name, target.nbytes, start, self._mark(self.down), (source, target))
 
     def wait_for(self, lane: Lane, timeout_s: float) -> None:
@@ -157,10 +163,19 @@ class _CudaLanes:
             copy.wait(timeout_s)
 
     def sweep(self) -> None:
-        """Let go of the tensors of finished copies, and record their spans, oldest first."""
+        """Let go of the tensors of finished copies, and record their spans."""
         with self._lock:
             for lane, copies in self._under_way.items():
                 self._under_way[lane] = deque(copy for copy in copies if not copy.finish())
+            self._measure()
+
+    def _measure(self) -> None:
+        while self._over:
+            self._over.popleft().record()
+
+    def measure_later(self, copy: _CudaCopy) -> None:
+        """It is over; called once, by any thread."""
+        self._over.append(copy)
 
     def close(self) -> None:
         for copy in [copy for copies in self._under_way.values() for copy in copies]:
@@ -180,6 +195,8 @@ class _CudaLanes:
             for copies in self._under_way.values():
                 while copies and copies[0].finish():
                     copies.popleft()
+            if len(self._over) > _MOST_UNMEASURED:
+                self._measure()
             self._under_way[lane].append(copy)
             if time.monotonic_ns() - self._anchor.ns > _ANCHOR_EVERY_S * 1e9:
                 self._anchor = self._drop_anchor()
@@ -231,14 +248,23 @@ class _CudaCopy(CopyWork):
         torch.cuda.current_stream(self._lanes.device).wait_event(self._stop)
 
     def finish(self) -> bool:
-        """True once the stop event has happened; the first time, record the span and let go of the tensors."""
+        """True once the stop event has happened; the first time, let go of the tensors."""
         if self._tensors is None:
             return True
         if not self._stop.query():  # type: ignore[no-untyped-call]
             return False
         with self._lock:
             tensors, self._tensors = self._tensors, None
-        if tensors is not None and self._anchor.event.query():  # type: ignore[no-untyped-call]
+        if tensors is not None:
+            self._lanes.measure_later(self)
+        return True
+
+    def record(self) -> None:
+        """Hand the span of a finished copy to the timeline."""
+        if self._anchor.event.query():  # type: ignore[no-untyped-call]
             start_ns, stop_ns = (self._anchor.ns + int(1e6 * self._anchor.event.elapsed_time(event)) for event in (self._start, self._stop))
             self._lanes.timeline.record(self.lane, self._name, start_ns, stop_ns, self._nbytes)
-        return True
+
+
+def _shaped(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return source if source.shape == target.shape else source.view(target.shape)
