@@ -29,34 +29,24 @@ class Coordinates(NamedTuple):
     is_neg: bool
 
 
-class Elsewhere(NamedTuple):
-    """A tensor that the hook pair below has packed."""
-
-    unpack: Hook
-    packed: Any
+Elsewhere = tuple[Hook, Any]
+"""A tensor that the hook pair below has packed, behind that pair's unpack."""
 
 
 class LiveStorages:
     """Which unit a piece of memory belongs to, while the unit is live. Asked for every tensor that autograd saves; few units are live."""
 
     def __init__(self) -> None:
-        self._runs: list[tuple[int, int, AttachedUnit, int]] = []
+        self.runs: list[tuple[int, int, AttachedUnit, int]] = []
+        """(first address, end, unit, flat index) of every flat buffer that is live."""
 
     def add(self, unit: AttachedUnit) -> None:
         for index, flat in enumerate(unit.flats or ()):
             start = flat.data_ptr()
-            self._runs.append((start, start + flat.nbytes, unit, index))
+            self.runs.append((start, start + flat.nbytes, unit, index))
 
     def remove(self, unit: AttachedUnit) -> None:
-        self._runs = [run for run in self._runs if run[2] is not unit]
-
-    def find(self, tensor: Tensor) -> tuple[int, int, AttachedUnit, int] | None:
-        """(first address, end, unit, flat index) of the flat buffer that a strided tensor lies in."""
-        address = tensor.data_ptr()
-        for run in self._runs:
-            if run[0] <= address < run[1]:
-                return run
-        return None
+        self.runs = [run for run in self.runs if run[2] is not unit]
 
 
 class SavedTensors:
@@ -77,27 +67,27 @@ class SavedTensors:
         """Take the entry off the stack again; it is on top."""
         self._context.__exit__(None, None, None)
 
-    def pack(self, tensor: Tensor) -> Any:
-        if tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH:
-            found = self._storages.find(tensor)
-            if found is not None:
-                start, _, unit, flat = found
-                offset = (tensor.data_ptr() - start) // tensor.itemsize
-                return Coordinates(
-                    unit, unit.unit.version, flat, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-                )
+    def pack(self, tensor: Tensor) -> Coordinates | Elsewhere | Tensor:
+        if tensor.layout is _STRIDED and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH:
+            address = tensor.data_ptr()
+            for start, end, unit, flat in self._storages.runs:
+                if start <= address < end:
+                    offset = (address - start) // tensor.itemsize
+                    return Coordinates(
+                        unit, unit.unit.version, flat, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+                    )
         if self._pack_below is None or self._unpack_below is None:
             return tensor
-        return Elsewhere(self._unpack_below, self._pack_below(tensor))
+        return self._unpack_below, self._pack_below(tensor)
 
-    def unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Coordinates | Elsewhere | Tensor) -> Tensor:
         if isinstance(packed, Coordinates):
             return self._locate(packed)
-        if isinstance(packed, Elsewhere):
-            below: Tensor = packed.unpack(packed.packed)
-            return below
-        plain: Tensor = packed
-        return plain
+        if isinstance(packed, tuple):
+            unpack_below, below = packed
+            tensor: Tensor = unpack_below(below)
+            return tensor
+        return packed
 
     def _locate(self, at: Coordinates) -> Tensor:
         if at.version != at.unit.unit.version:
@@ -105,7 +95,9 @@ class SavedTensors:
                 f"one of the parameters of unit {at.unit.unit.name!r} that backward needs has been modified: it is at version "
                 f"{at.unit.unit.version}, expected version {at.version}. Call backward before optimizer.step(), or run the forward again"
             )
-        flat = self._fetch(at.unit)[at.flat]
+        unit = at.unit
+        flats = self._fetch(unit) if unit.flats is None or unit.is_outdated() else unit.flats
+        flat = flats[at.flat]
         offset = int(flat.storage_offset()) * flat.itemsize // at.dtype.itemsize + at.offset
         if at.dtype is flat.dtype:
             tensor = flat.as_strided(at.shape, at.stride, offset)
@@ -141,4 +133,5 @@ def is_checkpoints(pair: tuple[Hook, Hook] | None) -> bool:
 
 
 _TOP = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_STRIDED = torch.strided
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__
