@@ -61,6 +61,9 @@ class Chunk:
     pieces: tuple[tuple[int, Interval], ...]
     """(slot index, where it lies in this chunk) for each parameter that meets it."""
 
+    def __hash__(self) -> int:
+        return hash((self.unit, self.flat, self.index))  # of every piece it takes long, and each gradient that arrives asks for it
+
     @property
     def numel(self) -> int:
         return len(self.interval)

@@ -124,7 +124,7 @@ class Grads:
             self.arrivals += 1
             self._present[unit, flat] = self._present.get((unit, flat), frozenset()) | present
             chunks = [chunk for chunk in self._by_flat[unit, flat] if chunk.meets(present)]
-            ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+            ready = torch.cuda.current_stream(self._device.index).record_event() if self._device.type == "cuda" else None
             rest = self._fresh_rest(unit, flat)
             if rest is not None and len(chunks) == len(self._by_flat[unit, flat]):
                 self._send_whole(chunks, grad, rest, ready, count)
@@ -134,9 +134,11 @@ class Grads:
 
     def in_place(self, unit: int, flat: int) -> Tensor | None:
         """[flat.numel]: the resting memory itself, where the coming gradient may be computed; None where it is elsewhere or in use."""
+        rest = self._rests.get((unit, flat))
+        if rest is None or rest.device != self._device:
+            return None
         with self._lock:
-            rest = self._fresh_rest(unit, flat)
-        return rest if rest is not None and rest.device == self._device else None
+            return self._fresh_rest(unit, flat)
 
     def _fresh_rest(self, unit: int, flat: int) -> Tensor | None:
         """Where a flat's gradients rest, if that is one tensor that holds nothing of this step and that nobody reads."""

@@ -52,6 +52,8 @@ class AttachedUnit:
             for f, flat in enumerate(unit.layout.flats)
             for s, slot in enumerate(flat.slots)
         ]
+        self._params: list[Any] = [seat.param for seat in self.seats]
+        self._trainable = [seat.trainable for seat in self.seats]
 
     def take_over(self) -> None:
         """Put the placeholders in. Whoever built the units has the values by now."""
@@ -76,8 +78,7 @@ class AttachedUnit:
         self.flats = list(flats)
         places = self._places()
         self._uses = [_count_uses(flat) for flat in self.flats]
-        for seat, place in zip(self.seats, places, strict=True):
-            param = seat.param
+        for seat, param, place in zip(self.seats, self._params, places, strict=True):
             param.__class__ = seat.plain_class
             param.data = place
         self._version = self.unit.version
@@ -92,8 +93,9 @@ class AttachedUnit:
     def check_trainable(self) -> None:
         """Raise TraceError when requires_grad was changed under the engine."""
         with torch._C.DisableTorchFunctionSubclass():
-            changed = next((seat for seat in self.seats if seat.param.requires_grad is not seat.trainable), None)
-        if changed is not None:
+            trainable = [param.requires_grad for param in self._params]
+        if trainable != self._trainable:
+            changed = next(seat for seat, is_trainable in zip(self.seats, trainable, strict=True) if seat.trainable is not is_trainable)
             was = "trainable" if changed.trainable else "frozen"
             raise TraceError(
                 f"requires_grad of {changed.name!r} is now {not changed.trainable}, but it was {was} when the engine laid out its files. "
@@ -151,8 +153,7 @@ class AttachedUnit:
     def rest(self) -> bool:
         """Drop the flat buffers; every parameter is a placeholder again. True when nothing but the buffers themselves holds their memory now."""
         flats, self.flats = self.flats or [], None
-        for seat in self.seats:
-            param = seat.param
+        for seat, param in zip(self.seats, self._params, strict=True):
             param.__class__ = seat.plain_class
             param.data = seat.placeholder
             param.__class__ = seat.resting_class
@@ -171,7 +172,7 @@ class AttachedUnit:
         return trained, [sys.getrefcount(param) + param._use_count() for param in self._frozen]
 
     def _count_versions(self) -> int:
-        return sum(seat.param._version for seat in self.seats)
+        return sum([param._version for param in self._params])
 
 
 def _count_uses(flat: Tensor) -> int:

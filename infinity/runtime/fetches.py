@@ -60,9 +60,9 @@ class Fetch:
             self._changed.notify_all()
 
     def has_landed(self) -> bool:
-        """Nothing is in the air: the buffers may be used, or given up."""
+        """Nothing is in the air: the buffers may be given up, or used where it did not fail."""
         with self._changed:
-            return self._error is not None or (self._unstarted == 0 and all(work.is_completed() for work in self._works))
+            return self._error is not None or (self._unstarted == 0 and all([work.is_completed() for work in self._works]))
 
     def has_failed(self) -> bool:
         """Nobody will get this unit."""

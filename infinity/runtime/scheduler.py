@@ -156,7 +156,7 @@ class Scheduler:
         """The hooks dropped their references; the current stream is the last that reads the buffers."""
         with self._changed:
             fetch = self._fetches[unit.layout.index]
-            fetch.last_use = torch.cuda.current_stream(self._device).record_event() if self._cuda and fetch.nbytes else None
+            fetch.last_use = torch.cuda.current_stream(self._device.index).record_event() if self._cuda and fetch.nbytes else None
             if not is_pristine:
                 self._retire(fetch)
             elif fetch.nbytes and self._comes_soon(fetch.index):

@@ -11,6 +11,7 @@ import torch
 
 from infinity.errors import MoverError
 from infinity.kinds import Lane
+from infinity.storage.streams import OnStream
 from infinity.storage.work import Work
 from infinity.timeline import Timeline
 
@@ -136,12 +137,14 @@ class _CudaLanes:
         """Per direction, oldest first: a download that waits for compute holds no upload's tensors."""
         self._over: deque[_CudaCopy] = deque()
         """To be measured. Whoever finds that a copy is over may be launching compute, and reading the times of events takes long."""
+        self._spare: list[torch.cuda.Event] = []
+        """Of copies that have been measured: to make a new one takes longer than to record it."""
         self._lock = threading.Lock()
 
     def upload(self, source: torch.Tensor, target: torch.Tensor, name: str, after: torch.cuda.Event | None) -> CopyWork:
         if after is not None:
             self.up.wait_event(after)
-        with torch.cuda.stream(self.up):
+        with OnStream(self.up):
             start = self._mark(self.up)
             if source.dtype == target.dtype:
                 target.copy_(_shaped(source, target), non_blocking=True)
@@ -151,7 +154,7 @@ class _CudaLanes:
 
     def download(self, source: torch.Tensor, target: torch.Tensor, name: str, after: torch.cuda.Event | None) -> CopyWork:
         self.down.wait_event(after or torch.cuda.current_stream(self.device).record_event())
-        with torch.cuda.stream(self.down):
+        with OnStream(self.down):
             start = self._mark(self.down)
             target.copy_(_shaped(source.to(target.dtype), target), non_blocking=True)
             return self._track(Lane.DOWNLOAD, name, target.nbytes, start, self._mark(self.down), (source, target))
@@ -171,7 +174,7 @@ class _CudaLanes:
 
     def _measure(self) -> None:
         while self._over:
-            self._over.popleft().record()
+            self._spare += self._over.popleft().measure()
 
     def measure_later(self, copy: _CudaCopy) -> None:
         """It is over; called once, by any thread."""
@@ -183,7 +186,10 @@ class _CudaLanes:
         self.sweep()
 
     def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        try:
+            event = self._spare.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
@@ -245,7 +251,8 @@ class _CudaCopy(CopyWork):
         return self.finish()
 
     def sync_current_stream(self) -> None:
-        torch.cuda.current_stream(self._lanes.device).wait_event(self._stop)
+        if self._tensors is not None:  # else it is over, and its events may serve another copy
+            torch.cuda.current_stream(self._lanes.device.index).wait_event(self._stop)
 
     def finish(self) -> bool:
         """True once the stop event has happened; the first time, let go of the tensors."""
@@ -259,11 +266,12 @@ class _CudaCopy(CopyWork):
             self._lanes.measure_later(self)
         return True
 
-    def record(self) -> None:
-        """Hand the span of a finished copy to the timeline."""
+    def measure(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Hand the span of a finished copy to the timeline, and its events back."""
         if self._anchor.event.query():  # type: ignore[no-untyped-call]
             start_ns, stop_ns = (self._anchor.ns + int(1e6 * self._anchor.event.elapsed_time(event)) for event in (self._start, self._stop))
             self._lanes.timeline.record(self.lane, self._name, start_ns, stop_ns, self._nbytes)
+        return self._start, self._stop
 
 
 def _shaped(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
