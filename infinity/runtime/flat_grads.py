@@ -14,7 +14,6 @@ from infinity.runtime.residency import Residency
 from infinity.runtime.units import Unit
 from infinity.sharding.layout import Interval
 
-
 _MOST_WAITING_BYTES = 4 << 20
 """Gradients that have arrived and are not in their places yet: the small ones of a unit, its norms and biases, go there in one launch."""
 

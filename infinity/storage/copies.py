@@ -132,13 +132,13 @@ class _CudaLanes:
         self.up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._spare: list[torch.cuda.Event] = []
+        """Of copies that have been measured: to make a new one takes longer than to record it."""
         self._anchor = self._drop_anchor()
         self._under_way: dict[Lane, deque[_CudaCopy]] = {Lane.UPLOAD: deque(), Lane.DOWNLOAD: deque()}
         """Per direction, oldest first: a download that waits for compute holds no upload's tensors."""
         self._over: deque[_CudaCopy] = deque()
         """To be measured. Whoever finds that a copy is over may be launching compute, and reading the times of events takes long."""
-        self._spare: list[torch.cuda.Event] = []
-        """Of copies that have been measured: to make a new one takes longer than to record it."""
         self._lock = threading.Lock()
 
     def upload(self, source: torch.Tensor, target: torch.Tensor, name: str, after: torch.cuda.Event | None) -> CopyWork:
