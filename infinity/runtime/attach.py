@@ -90,17 +90,19 @@ class AttachedUnit:
         assert self.flats is not None
         return [place for flat, cutter in zip(self.flats, self._cutters, strict=True) for place in cutter.places(flat)]
 
-    def check_trainable(self) -> None:
-        """Raise TraceError when requires_grad was changed under the engine."""
+    def is_regraded(self) -> bool:
+        """Whether `requires_grad` of a live parameter is not what it was when the files were laid out."""
+        return [param.requires_grad for param in self._params] != self._trainable
+
+    def regraded(self) -> TraceError:
+        """What that leads to."""
         with torch._C.DisableTorchFunctionSubclass():
-            trainable = [param.requires_grad for param in self._params]
-        if trainable != self._trainable:
-            changed = next(seat for seat, is_trainable in zip(self.seats, trainable, strict=True) if seat.trainable is not is_trainable)
-            was = "trainable" if changed.trainable else "frozen"
-            raise TraceError(
-                f"requires_grad of {changed.name!r} is now {not changed.trainable}, but it was {was} when the engine laid out its files. "
-                "Set it back, or freeze and thaw before infinity.initialize"
-            )
+            changed = next(seat for seat in self.seats if seat.param.requires_grad is not seat.trainable)
+        was = "trainable" if changed.trainable else "frozen"
+        return TraceError(
+            f"requires_grad of {changed.name!r} is now {not changed.trainable}, but it was {was} when the engine laid out its files. "
+            "Set it back, or freeze and thaw before infinity.initialize"
+        )
 
     def is_outdated(self) -> bool:
         """Whether the unit's values were updated since it came."""

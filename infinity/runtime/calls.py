@@ -28,7 +28,7 @@ class Site:
         return not other.name or self.name.startswith(f"{other.name}.")
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
     """A call of a site in progress, in the forward (task -1) or inside a backward pass."""
 

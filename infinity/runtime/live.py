@@ -29,7 +29,10 @@ def graph_task() -> int:
 
 def plain_tensors() -> AbstractContextManager[object]:
     """Inside `torch.inference_mode`, step out of it: a parameter cannot be a view of an inference tensor."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 class LiveUnits:
@@ -70,13 +73,15 @@ class LiveUnits:
             self.release(unit)
         if unit.flats is None:
             self.release_idle(beside=unit)
-            unit.check_trainable()
             with plain_tensors():
                 unit.rise(self.residency.fetch(unit.unit))
             self._live[unit] = None
             self.storages.add(unit)
             if graph_task() != -1:
                 unit.began_ns = time.monotonic_ns()
+            if unit.is_regraded():
+                self.release(unit)
+                raise unit.regraded()
         assert unit.flats is not None
         return unit.flats
 
@@ -92,10 +97,10 @@ class LiveUnits:
             self.release(unit)
 
     def _idle(self, beside: AttachedUnit | None) -> list[AttachedUnit]:
-        def stays(unit: AttachedUnit) -> bool:
-            return beside is not None and (unit.unit.is_root or unit in beside.parents or unit.is_kept())
-
-        return [unit for unit in self._live if unit.users == 0 and not stays(unit)]
+        idle = [unit for unit in self._live if unit.users == 0]
+        if beside is None:
+            return idle
+        return [unit for unit in idle if not (unit.unit.is_root or unit in beside.parents or unit.is_kept())]
 
     def release(self, unit: AttachedUnit) -> None:
         """A unit is at rest again: new values are committed, gradients that have arrived go down.

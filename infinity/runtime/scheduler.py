@@ -20,6 +20,7 @@ from infinity.errors import CapacityError, ClosedError, InfinityError, MoverErro
 from infinity.kinds import Group, Lane, Tier
 from infinity.optim.grads import Grads
 from infinity.runtime.buffers import Buffers
+from infinity.runtime.collector import Collector
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.fetches import Fetch, Retired
 from infinity.runtime.resting import resting_unit
@@ -78,6 +79,7 @@ class Scheduler:
         self._grad_lane = Lane.NVME_WRITE if movers.store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
         self._resting = {unit.layout.index: resting_unit(unit, movers.store, device, chunk_numel) for unit in units}
         self._trace = Trace()
+        self._collector = Collector()
         self._fetches: dict[int, Fetch] = {}
         self._queue: deque[Fetch] = deque()
         self._retired: deque[Retired] = deque()
@@ -100,16 +102,21 @@ class Scheduler:
     # -- what the hooks ask, in the order of a step -----------------------------------------------------------------
 
     def forward_begins(self) -> None:
+        if self._cuda:
+            self._collector.pause()
         self._movers.clock.begin("forward")
 
     def forward_ends(self) -> None:
         self._movers.clock.end()
+        if not torch.is_grad_enabled():
+            self._collector.resume()  # else a backward is to come, whose beginning the device waits for
 
     def backward_begins(self) -> None:
         self._movers.clock.begin("backward")
 
     def backward_ends(self) -> None:
         self._movers.clock.end()
+        self._collector.resume()
 
     def fetch(self, unit: Unit) -> list[Tensor]:
         """The unit's full flat buffers, usable by the current stream. Blocks; counts as a stall where it has to wait."""
@@ -216,6 +223,7 @@ class Scheduler:
 
     def invalidate(self) -> None:
         """Parameters are about to change: give up what was fetched ahead."""
+        self._collector.resume()
         with self._changed:
             for fetch in [fetch for fetch in self._queue if not fetch.attached]:
                 self._queue.remove(fetch)
@@ -250,6 +258,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Stop the threads and drop every buffer. Waiters raise ClosedError."""
+        self._collector.resume()
         with self._changed:
             self._closing = True
             self._changed.notify_all()
