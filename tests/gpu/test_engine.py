@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -163,6 +164,21 @@ def test_nobody_but_the_training_threads_moves_what_rests_in_pinned_memory(tmp_p
     train(settings(tmp_path, ("cpu", "cpu", "cpu")))
     assert starters
     assert not {name for name in starters if name.startswith("infinity")}
+
+
+def test_pythons_collector_waits_from_a_forward_to_the_end_of_its_backward(tmp_path):
+    batch = next(iter(batches(1)))
+    with infinity.initialize(tiny_gpt(recompute=True), settings(tmp_path, CPU_KERNEL[0])) as engine:
+        loss = engine.model(batch)
+        assert not gc.isenabled()
+        loss.backward()
+        assert gc.isenabled()
+        with torch.no_grad():
+            engine.model(batch)
+        assert gc.isenabled(), "no backward is to come"
+        engine.model(batch)
+        assert not gc.isenabled()
+    assert gc.isenabled(), "a closed engine keeps nothing back"
 
 
 def test_a_checkpoint_of_one_placement_goes_on_in_another(tmp_path):

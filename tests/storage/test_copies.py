@@ -10,6 +10,7 @@ import torch
 from infinity.kinds import Lane
 from infinity.storage.copies import Copies
 from infinity.storage.slabs import SlabPool
+from infinity.storage.streams import OnStream
 from infinity.timeline import Timeline
 
 
@@ -85,6 +86,33 @@ def test_dropped_works_keep_their_tensors_until_the_copy_is_over(cuda):
     copies.close()
     assert all(bool((back == index).all()) for index, back in expected)
     copies._timeline.resolvers.append(copies.drain_spans)
+
+
+@pytest.mark.gpu
+def test_a_finished_copys_events_serve_the_next_and_its_work_stays_over(cuda):
+    copies, timeline, pool = cuda
+    source, target = pool.take(1 << 20), torch.empty(1 << 20, dtype=torch.uint8, device=copies.device)
+    first = copies.upload(source, target, "first")
+    first.wait(30)
+    copies.drain_spans()
+    torch.cuda._sleep(100_000_000)
+    second = copies.download(target, source, "second")
+    assert first.is_completed() and not second.is_completed(), "also while its events belong to a copy under way"
+    first.wait(0)
+    first.sync_current_stream()
+    second.wait(30)
+    assert [span.name for span in timeline.spans()] == ["first", "second"]
+
+
+@pytest.mark.gpu
+def test_a_stream_is_current_inside_and_the_one_before_after(cuda):
+    copies, _, _ = cuda
+    with torch.cuda.stream(torch.cuda.Stream()):
+        before, device = torch.cuda.current_stream(), torch.cuda.current_device()
+        with pytest.raises(RuntimeError, match="inside"), OnStream(copies.upload_stream):
+            assert torch.cuda.current_stream() == copies.upload_stream
+            raise RuntimeError("inside")
+        assert torch.cuda.current_stream() == before and torch.cuda.current_device() == device
 
 
 @pytest.mark.gpu
