@@ -100,10 +100,12 @@ class Hop:
 
     def restart(self) -> None:
         """What was copied so far does not count."""
+        self._copies.drain_spans()
         self._sums.restart()
 
     def copied(self) -> dict[int, Copied]:
         """By direction of the drive, what was copied since. None of it is still under way."""
+        self._copies.drain_spans()
         return {direction: copied for direction, copied in self._sums.copied.items() if copied.nbytes}
 
     def _spans(self, transfers: Rows, direction: int) -> Iterator[slice]:
