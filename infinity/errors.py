@@ -8,6 +8,7 @@
       LockError       (OSError)       another job holds the store: pid, host, since when
       CheckpointError (ValueError)    a file that is not what its manifest says
       MoverError      (RuntimeError)  a background thread died or missed its deadline; its cause is chained
+      RankError       (RuntimeError)  another rank of the job died, stopped, or is elsewhere in the program
       ClosedError     (RuntimeError)  the engine was used after close()
 
 Each is also the builtin that a stranger would catch. A message names the thing, the number and the way out.
@@ -54,6 +55,10 @@ class CheckpointError(InfinityError, ValueError):
 
 class MoverError(InfinityError, RuntimeError):
     """A background thread died or a wait missed its deadline; the cause is chained."""
+
+
+class RankError(InfinityError, RuntimeError):
+    """A rank of the job died, stalled, or does something else than this one: the message names it, and the collective."""
 
 
 class ClosedError(InfinityError, RuntimeError):

@@ -1,0 +1,245 @@
+"""The ranks of one job: collectives that one thread issues in one order, and an error that names a rank where one does not come.
+
+torch.distributed does the work: gloo between CPU tensors. A world of one rank takes the same calls and moves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infinity.errors import ClosedError, ConfigError, MoverError, RankError
+from infinity.kinds import Lane
+from infinity.sharding.layout import Interval
+from infinity.sharding.watch import SharedStore, Watch
+from infinity.storage.work import COMPLETED, Work
+from infinity.timeline import Timeline
+
+logger = logging.getLogger("infinity")
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""By their names since torch 2.13, or the older ones."""
+
+BETWEEN = "between two collectives"
+"""What a rank is at that computes."""
+
+PATIENCE = 1.25
+"""Timeouts after which the watch has missed a rank that is dead: one, and the beats around it."""
+
+T = TypeVar("T")
+_Operation = Callable[[], None]
+
+
+class RankWork(Work):
+    """A collective that waits for its turn, or for other ranks."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The first end counts."""
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self._over.wait(timeout_s):
+            raise MoverError(f"{self.name} was not over after {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def is_over_within(self, seconds: float) -> bool:
+        """As `is_completed`, after at most so long."""
+        return self._over.wait(seconds)
+
+
+class Ranks:
+    """This process's place among the ranks, and the collectives between them.
+
+    Whatever is asked for is done in the order of asking, by one thread: so ranks that ask in the same order never wait for each other
+    crosswise. Tensors belong to the collective until its work is over. After a RankError every further call raises the same error.
+    """
+
+    def __init__(self, *, timeout_s: float, timeline: Timeline, group: dist.ProcessGroup | None = None, store: SharedStore | None = None) -> None:
+        """`group` None: a world of one. `store`: any that all ranks of the group share. Waits at most `timeout_s` for another rank."""
+        self._group, self._timeout_s, self._timeline = group, timeout_s, timeline
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self._begun = 0
+        self._error: BaseException | None = None
+        self._asked: queue.SimpleQueue[tuple[RankWork, _Operation, int] | None] = queue.SimpleQueue()
+        self._waiting: dict[RankWork, None] = {}
+        self._lock = threading.Lock()
+        self._watch: Watch | None = None
+        if group is not None and store is not None and self.world_size > 1:
+            self._watch = Watch(store, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s, on_loss=self._lose)
+            self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
+            self._thread.start()
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def gather(self, full: Tensor, name: str) -> Work:
+        """All-gather in place: `full` [world_size x n] holds this rank's shard, and holds everybody's once the work is over."""
+        own = full[_slice(self.shard(full.numel()))]
+        return self._ask(f"gather of {name}", full.nbytes, lambda: _all_gather(full, own, group=self._group))
+
+    def reduce(self, full: Tensor, name: str) -> Work:
+        """Reduce-scatter in place: this rank's shard of `full` [world_size x n] holds the mean over all ranks once the work is over.
+
+        The sum of the others' shards is undefined then. Every rank divides before it adds, as DistributedDataParallel does.
+        """
+
+        def reduce() -> None:
+            full.div_(self.world_size)
+            _reduce_scatter(full[_slice(self.shard(full.numel()))], full, group=self._group)
+
+        return self._ask(f"reduce of {name}", full.nbytes, reduce)
+
+    def union(self, members: frozenset[int], count: int, name: str) -> frozenset[int]:
+        """Which of `count` things any rank has. Waits."""
+        mask = torch.zeros(count, dtype=torch.uint8)
+        mask[sorted(members)] = 1
+        self._ask(f"union of {name}", mask.nbytes, lambda: dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)).wait()
+        return frozenset(mask.nonzero().flatten().tolist())
+
+    def total(self, value: float, name: str) -> float:
+        """The sum over all ranks, in fp64, the same number on each. Waits."""
+        cell = torch.tensor([value], dtype=torch.float64)
+        self._ask(f"sum of {name}", cell.nbytes, lambda: dist.all_reduce(cell, group=self._group)).wait()
+        return float(cell.item())
+
+    def everybodys(self, value: T, name: str) -> list[T]:
+        """What each rank has under this name, by rank; anything that pickles. Waits."""
+        values: list[Any] = [value] * self.world_size
+        self._ask(f"comparison of {name}", 0, lambda: dist.all_gather_object(values, value, group=self._group)).wait()
+        return values
+
+    def check_same(self, value: object, name: str, hint: str) -> None:
+        """Raise ConfigError, on all ranks, when one of them has another value than the others."""
+        values = self.everybodys(value, name)
+        if any(other != values[0] for other in values):
+            told = "; ".join(f"{other!r} on {_named(values, other)}" for other in _distinct(values))
+            raise ConfigError(f"{name} differs between ranks: {told}. {hint}")
+
+    def shard(self, numel: int) -> Interval:
+        """This rank's part of a full flat buffer."""
+        part = numel // self.world_size
+        return Interval(self.rank * part, (self.rank + 1) * part)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """What was asked for is done first, unless a rank is lost. The process group stays its owner's."""
+        if self._watch is None:
+            return
+        self._asked.put(None)
+        self._thread.join(0 if self._error is not None else self._timeout_s)
+        self._watch.close()
+        self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
+
+    def _ask(self, name: str, nbytes: int, operation: _Operation) -> Work:
+        if self.world_size == 1:
+            return COMPLETED
+        work = RankWork(name)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._waiting[work] = None
+        self._asked.put((work, operation, nbytes))
+        return work
+
+    def _run(self) -> None:
+        while (item := self._asked.get()) is not None:
+            work, operation, nbytes = item
+            if work.is_completed():  # a rank was lost before its turn
+                continue
+            assert self._watch is not None
+            self._begun += 1
+            self._watch.tell(self._begun, work.name)
+            began = time.monotonic()
+            try:
+                with self._timeline.span(Lane.COMM, work.name, nbytes):
+                    operation()
+            except Exception as error:
+                self._lose(self._blame(work, error, waited_s=time.monotonic() - began))
+                continue
+            self._watch.tell(self._begun, BETWEEN)
+            with self._lock:
+                self._waiting.pop(work, None)
+            work.end()
+
+    def _blame(self, work: RankWork, cause: Exception, waited_s: float) -> RankError:
+        """A collective failed here. A rank that is dead is soon missed by the watch; one that lives and is behind is known by its count."""
+        assert self._watch is not None
+        if work.is_over_within(max(0.0, self._timeout_s * PATIENCE - waited_s)):
+            assert isinstance(self._error, RankError)
+            return self._error
+        behind = self._watch.laggard()
+        told = "all other ranks have come as far" if behind is None else f"rank {behind[0]} is behind, at: {behind[1]}"
+        error = RankError(f"{work.name}, collective number {self._begun}, failed on rank {self.rank}; {told}. {cause}")
+        error.__cause__ = cause
+        return error
+
+    def _lose(self, error: RankError) -> None:
+        """Whoever waits raises it, now and from now on."""
+        with self._lock:
+            self._error = self._error or error
+            works = list(self._waiting)
+            self._waiting.clear()
+        for work in works:
+            work.end(self._error)
+
+
+def join_ranks(device: torch.device, *, timeout_s: float, timeline: Timeline) -> Ranks:
+    """The ranks that torchrun started, or those of the process group that the program has made; alone where there is neither.
+
+    Raises ConfigError where the process group cannot be made.
+    """
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return Ranks(timeout_s=timeout_s, timeline=timeline)
+        _make_group(device, timeout_s)
+    group = dist.group.WORLD
+    if group is None or dist.get_world_size() == 1:
+        return Ranks(timeout_s=timeout_s, timeline=timeline)
+    return Ranks(timeout_s=timeout_s, timeline=timeline, group=group, store=dist.distributed_c10d._get_default_store())
+
+
+def _make_group(device: torch.device, timeout_s: float) -> None:
+    wanted = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    missing = [name for name, value in wanted.items() if value is None]
+    if missing:
+        raise ConfigError(f"WORLD_SIZE is {wanted['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the ranks with torchrun")
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    except Exception as error:
+        raise ConfigError(f"no process group of {wanted['WORLD_SIZE']} ranks at {wanted['MASTER_ADDR']}:{wanted['MASTER_PORT']}: {error}") from error
+
+
+def _slice(run: Interval) -> slice:
+    return slice(run.start, run.stop)
+
+
+def _distinct(values: Sequence[T]) -> list[T]:
+    return [value for index, value in enumerate(values) if value not in values[:index]]
+
+
+def _named(values: Sequence[object], value: object) -> str:
+    ranks = [str(rank) for rank, other in enumerate(values) if other == value]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:8])}{', ...' if len(ranks) > 8 else ''}"

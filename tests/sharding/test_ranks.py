@@ -1,0 +1,151 @@
+"""Collectives between real processes: right values, one order, and a name for whoever does not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from infinity.errors import ConfigError
+from infinity.kinds import Lane
+from infinity.sharding.ranks import BETWEEN, Ranks, join_ranks
+from infinity.storage.work import COMPLETED
+from infinity.timeline import Timeline
+from tests.ranks import TIMEOUT_S, job, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def ranks_of(timeout_s=30.0, timeline=None):
+    return join_ranks(CPU, timeout_s=timeout_s, timeline=timeline or Timeline())
+
+
+def test_alone_nothing_moves():
+    ranks = Ranks(timeout_s=1.0, timeline=Timeline())
+    full = torch.arange(6.0)
+    assert (ranks.rank, ranks.world_size, len(ranks.shard(6))) == (0, 1, 6)
+    assert ranks.gather(full, "u") is COMPLETED and ranks.reduce(full, "u") is COMPLETED and torch.equal(full, torch.arange(6.0))
+    assert ranks.union(frozenset({1, 3}), 5, "u") == {1, 3} and ranks.total(2.5, "norm") == 2.5 and ranks.everybodys("a", "x") == ["a"]
+    ranks.check_same("a", "x", "")
+    ranks.close()
+
+
+def everything(rank, world_size):
+    timeline = Timeline()
+    ranks = ranks_of(timeline=timeline)
+    part = 5
+    values = torch.arange(world_size * part).float()
+    full = torch.full_like(values, -1)
+    own = ranks.shard(full.numel())
+    full[own.start : own.stop] = values[own.start : own.stop]
+    works = [ranks.gather(full, "u")]
+    grads = {dtype: (values * (rank + 1)).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    works += [ranks.reduce(grad, "u") for grad in grads.values()]
+    for work in works:
+        work.wait(30)
+    found = {
+        "gathered": torch.equal(full, values),
+        "reduced": {str(dtype): grad[own.start : own.stop].tolist() for dtype, grad in grads.items()},
+        "union": ranks.union(frozenset({rank, 7}), 9, "u"),
+        "total": ranks.total(0.1 * (rank + 1), "norm"),
+        "everybody": ranks.everybodys(f"rank {rank}", "x"),
+        "lanes": {span.lane for span in timeline.spans()},
+    }
+    ranks.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_collectives_of_real_processes(world_size):
+    found = run_ranks(everything, world_size)
+    factor = sum(range(1, world_size + 1)) / world_size
+    for rank, values in enumerate(found):
+        assert values["gathered"] and values["lanes"] == {Lane.COMM}
+        wanted = [factor * (5 * rank + n) for n in range(5)]
+        for dtype, reduced in values["reduced"].items():
+            assert reduced == pytest.approx(wanted, rel=1e-6 if "32" in dtype else 2e-2), dtype
+        assert values["union"] == {*range(world_size), 7}
+        assert values["everybody"] == [f"rank {other}" for other in range(world_size)]
+    assert len({values["total"] for values in found}) == 1 and found[0]["total"] == pytest.approx(0.1 * sum(range(1, world_size + 1)))
+
+
+def compare(rank, world_size):
+    ranks = ranks_of()
+    ranks.check_same("adamw", "optimizer", "")
+    try:
+        ranks.check_same("bf16" if rank == 2 else "fp32", "precision.dtype", "Give every rank the same configuration")
+    except ConfigError as error:
+        return str(error)
+    finally:
+        ranks.close()
+
+
+def test_a_difference_is_an_error_on_all_ranks_that_names_who_has_what():
+    told = run_ranks(compare, 3)
+    assert len(set(told)) == 1
+    assert "precision.dtype differs between ranks: 'fp32' on ranks 0, 1; 'bf16' on rank 2. Give every rank the same" in told[0]
+
+
+def wait_until(holds, within_s=60.0):
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def gather_until_lost(rank, world_size, lost, folder):
+    ranks = ranks_of(timeout_s=TIMEOUT_S)
+    full = torch.zeros(4 * world_size)
+    for count in range(10_000):
+        if count == 5:
+            time.sleep(TIMEOUT_S / 2)  # beats tell of it
+            (folder / str(rank)).touch()
+        if rank == lost and count == 5:
+            time.sleep(3600)  # until the test ends it
+        ranks.gather(full, f"unit {count}").wait()
+
+
+@pytest.mark.parametrize(("world_size", "lost"), [(2, 1), (2, 0), (4, 2)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_stopped_is_named_by_the_others(tmp_path, world_size, lost, how):
+    with job(gather_until_lost, world_size, lost, tmp_path, timeout_s=5 * TIMEOUT_S) as running:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == world_size)
+        os.kill(running.processes[lost].pid, how)
+        others = [running.outcome(rank) for rank in range(world_size) if rank != lost]
+    for outcome in others:
+        assert outcome.error.startswith(f"RankError: rank {lost} has not been heard of for") and BETWEEN in outcome.error
+
+
+def stall(rank, world_size):
+    ranks = ranks_of(timeout_s=TIMEOUT_S / 2)
+    full = torch.zeros(2 * world_size)
+    ranks.gather(full, "first").wait()
+    if rank == 1:
+        time.sleep(3 * TIMEOUT_S)  # alive, and elsewhere in the program
+    ranks.gather(full, "second").wait()
+
+
+def test_a_rank_that_lives_and_does_not_come_is_found_by_its_count():
+    with job(stall, 3, timeout_s=TIMEOUT_S / 2) as running:
+        told = [running.outcome(rank) for rank in (0, 2)]
+    for outcome in told:
+        assert outcome.error.startswith("RankError: gather of second, collective number 2, failed on rank")
+        assert f"rank 1 is behind, at: {BETWEEN}" in outcome.error
+
+
+def leave_early(rank, world_size):
+    ranks = ranks_of(timeout_s=TIMEOUT_S / 3)
+    ranks.gather(torch.zeros(world_size), "only").wait()
+    if rank == 0:
+        time.sleep(TIMEOUT_S)  # longer than anybody would be missed
+    ranks.close()
+    with pytest.raises(Exception, match="closed"):
+        ranks.gather(torch.zeros(world_size), "after")
+    return ranks.rank
+
+
+def test_a_rank_that_ends_in_order_is_not_missed():
+    assert run_ranks(leave_early, 2) == [0, 1]
