@@ -10,7 +10,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinity.errors import ClosedError, ConfigError, MoverError, RankError
+from infinity.errors import ClosedError, ConfigError, InfinityError, MoverError, RankError
 from infinity.kinds import Lane
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import SharedStore, Watch
@@ -38,6 +40,7 @@ PATIENCE = 1.25
 """Timeouts after which the watch has missed a rank that is dead: one, and the beats around it."""
 
 T = TypeVar("T")
+Reduced = Callable[[Tensor, frozenset[int]], None]
 _Operation = Callable[[], None]
 
 
@@ -69,6 +72,17 @@ class RankWork(Work):
         return self._over.wait(seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A collective in the queue."""
+
+    work: RankWork
+    operation: _Operation
+    nbytes: int
+    after: Sequence[Work]
+    """What has to be over on this rank first."""
+
+
 class Ranks:
     """This process's place among the ranks, and the collectives between them.
 
@@ -82,8 +96,8 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self._begun = 0
-        self._error: BaseException | None = None
-        self._asked: queue.SimpleQueue[tuple[RankWork, _Operation, int] | None] = queue.SimpleQueue()
+        self._error: InfinityError | None = None
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._waiting: dict[RankWork, None] = {}
         self._lock = threading.Lock()
         self._watch: Watch | None = None
@@ -94,29 +108,33 @@ class Ranks:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def gather(self, full: Tensor, name: str) -> Work:
-        """All-gather in place: `full` [world_size x n] holds this rank's shard, and holds everybody's once the work is over."""
+    def gather(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
+        """All-gather in place: `full` [world_size x n] holds this rank's shard once `after` is over, and everybody's once the work is."""
         own = full[_slice(self.shard(full.numel()))]
-        return self._ask(f"gather of {name}", full.nbytes, lambda: _all_gather(full, own, group=self._group))
 
-    def reduce(self, full: Tensor, name: str) -> Work:
-        """Reduce-scatter in place: this rank's shard of `full` [world_size x n] holds the mean over all ranks once the work is over.
+        def gather() -> None:
+            _all_gather(full, own, group=self._group)
 
-        The sum of the others' shards is undefined then. Every rank divides before it adds, as DistributedDataParallel does.
+        return self._ask(f"gather of {name}", full.nbytes, gather, after)
+
+    def reduce(self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced) -> Work:
+        """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [world_size x n], and who of `count` members
+        any rank has. It is called before the work is over, from the thread of the collectives.
+
+        The other shards' contents are undefined then. Every rank divides before it adds, as DistributedDataParallel does.
         """
+        own = full[_slice(self.shard(full.numel()))]
+        if self.world_size == 1:
+            then(own, members)
+            return COMPLETED
 
         def reduce() -> None:
+            present = self._union(members, count)
             full.div_(self.world_size)
-            _reduce_scatter(full[_slice(self.shard(full.numel()))], full, group=self._group)
+            _reduce_scatter(own, full, group=self._group)
+            then(own, present)
 
         return self._ask(f"reduce of {name}", full.nbytes, reduce)
-
-    def union(self, members: frozenset[int], count: int, name: str) -> frozenset[int]:
-        """Which of `count` things any rank has. Waits."""
-        mask = torch.zeros(count, dtype=torch.uint8)
-        mask[sorted(members)] = 1
-        self._ask(f"union of {name}", mask.nbytes, lambda: dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)).wait()
-        return frozenset(mask.nonzero().flatten().tolist())
 
     def total(self, value: float, name: str) -> float:
         """The sum over all ranks, in fp64, the same number on each. Waits."""
@@ -137,6 +155,18 @@ class Ranks:
             told = "; ".join(f"{other!r} on {_named(values, other)}" for other in _distinct(values))
             raise ConfigError(f"{name} differs between ranks: {told}. {hint}")
 
+    @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """The body, without collectives in it, succeeds on all ranks or on none: RankError where it went well here and failed elsewhere."""
+        try:
+            yield
+        except Exception as error:
+            self.everybodys(f"{type(error).__name__}: {error}", what)
+            raise
+        failures = [(rank, told) for rank, told in enumerate(self.everybodys("", what)) if told]
+        if failures:
+            raise RankError(f"{what} failed on rank {failures[0][0]}, of {len(failures)} that failed: {failures[0][1]}")
+
     def shard(self, numel: int) -> Interval:
         """This rank's part of a full flat buffer."""
         part = numel // self.world_size
@@ -153,7 +183,13 @@ class Ranks:
         self._watch.close()
         self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
 
-    def _ask(self, name: str, nbytes: int, operation: _Operation) -> Work:
+    def _union(self, members: frozenset[int], count: int) -> frozenset[int]:
+        mask = torch.zeros(count, dtype=torch.uint8)
+        mask[sorted(members)] = 1
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)
+        return frozenset(mask.nonzero().flatten().tolist())
+
+    def _ask(self, name: str, nbytes: int, operation: _Operation, after: Sequence[Work] = ()) -> Work:
         if self.world_size == 1:
             return COMPLETED
         work = RankWork(name)
@@ -161,34 +197,40 @@ class Ranks:
             if self._error is not None:
                 raise self._error
             self._waiting[work] = None
-        self._asked.put((work, operation, nbytes))
+        self._asked.put(_Asked(work, operation, nbytes, after))
         return work
 
     def _run(self) -> None:
-        while (item := self._asked.get()) is not None:
-            work, operation, nbytes = item
-            if work.is_completed():  # a rank was lost before its turn
-                continue
-            assert self._watch is not None
-            self._begun += 1
-            self._watch.tell(self._begun, work.name)
-            began = time.monotonic()
-            try:
-                with self._timeline.span(Lane.COMM, work.name, nbytes):
-                    operation()
-            except Exception as error:
-                self._lose(self._blame(work, error, waited_s=time.monotonic() - began))
-                continue
+        while (asked := self._asked.get()) is not None:
+            if not asked.work.is_completed():  # else a rank was lost before its turn
+                self._do(asked)
+
+    def _do(self, asked: _Asked) -> None:
+        """One collective. What goes wrong beside it, in what it waits for or leads to, is this rank's own error, and the others' loss."""
+        assert self._watch is not None
+        work, began = asked.work, time.monotonic()
+        self._begun += 1
+        self._watch.tell(self._begun, work.name)
+        try:
+            for motion in asked.after:
+                motion.wait()
+            with self._timeline.span(Lane.COMM, work.name, asked.nbytes):
+                asked.operation()
+        except InfinityError as error:
+            self._lose(error)
+        except Exception as error:
+            self._lose(self._blame(work, error, waited_s=time.monotonic() - began))
+        else:
             self._watch.tell(self._begun, BETWEEN)
             with self._lock:
                 self._waiting.pop(work, None)
             work.end()
 
-    def _blame(self, work: RankWork, cause: Exception, waited_s: float) -> RankError:
+    def _blame(self, work: RankWork, cause: Exception, waited_s: float) -> InfinityError:
         """A collective failed here. A rank that is dead is soon missed by the watch; one that lives and is behind is known by its count."""
         assert self._watch is not None
         if work.is_over_within(max(0.0, self._timeout_s * PATIENCE - waited_s)):
-            assert isinstance(self._error, RankError)
+            assert self._error is not None
             return self._error
         behind = self._watch.laggard()
         told = "all other ranks have come as far" if behind is None else f"rank {behind[0]} is behind, at: {behind[1]}"
@@ -196,8 +238,10 @@ class Ranks:
         error.__cause__ = cause
         return error
 
-    def _lose(self, error: RankError) -> None:
+    def _lose(self, error: InfinityError) -> None:
         """Whoever waits raises it, now and from now on."""
+        if self._watch is not None:
+            self._watch.tell(self._begun, f"an error: {error}")
         with self._lock:
             self._error = self._error or error
             works = list(self._waiting)

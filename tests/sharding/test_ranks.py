@@ -27,8 +27,11 @@ def test_alone_nothing_moves():
     ranks = Ranks(timeout_s=1.0, timeline=Timeline())
     full = torch.arange(6.0)
     assert (ranks.rank, ranks.world_size, len(ranks.shard(6))) == (0, 1, 6)
-    assert ranks.gather(full, "u") is COMPLETED and ranks.reduce(full, "u") is COMPLETED and torch.equal(full, torch.arange(6.0))
-    assert ranks.union(frozenset({1, 3}), 5, "u") == {1, 3} and ranks.total(2.5, "norm") == 2.5 and ranks.everybodys("a", "x") == ["a"]
+    reduced = []
+    assert ranks.gather(full, "u") is COMPLETED
+    assert ranks.reduce(full, frozenset({1, 3}), 5, "u", lambda own, present: reduced.append((own.tolist(), present))) is COMPLETED
+    assert reduced == [(list(range(6)), {1, 3})]
+    assert ranks.total(2.5, "norm") == 2.5 and ranks.everybodys("a", "x") == ["a"]
     ranks.check_same("a", "x", "")
     ranks.close()
 
@@ -43,13 +46,15 @@ def everything(rank, world_size):
     full[own.start : own.stop] = values[own.start : own.stop]
     works = [ranks.gather(full, "u")]
     grads = {dtype: (values * (rank + 1)).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-    works += [ranks.reduce(grad, "u") for grad in grads.values()]
+    reduced = {}
+    for dtype, grad in grads.items():
+        works.append(ranks.reduce(grad, frozenset({rank, 7}), 9, "u", lambda own, present, dtype=dtype: reduced.update({str(dtype): (own, present)})))
     for work in works:
         work.wait(30)
     found = {
         "gathered": torch.equal(full, values),
-        "reduced": {str(dtype): grad[own.start : own.stop].tolist() for dtype, grad in grads.items()},
-        "union": ranks.union(frozenset({rank, 7}), 9, "u"),
+        "reduced": {dtype: own.tolist() for dtype, (own, _) in reduced.items()},
+        "present": [present for _, present in reduced.values()],
         "total": ranks.total(0.1 * (rank + 1), "norm"),
         "everybody": ranks.everybodys(f"rank {rank}", "x"),
         "lanes": {span.lane for span in timeline.spans()},
@@ -67,7 +72,7 @@ def test_collectives_of_real_processes(world_size):
         wanted = [factor * (5 * rank + n) for n in range(5)]
         for dtype, reduced in values["reduced"].items():
             assert reduced == pytest.approx(wanted, rel=1e-6 if "32" in dtype else 2e-2), dtype
-        assert values["union"] == {*range(world_size), 7}
+        assert values["present"] == 3 * [{*range(world_size), 7}]
         assert values["everybody"] == [f"rank {other}" for other in range(world_size)]
     assert len({values["total"] for values in found}) == 1 and found[0]["total"] == pytest.approx(0.1 * sum(range(1, world_size + 1)))
 
@@ -81,6 +86,22 @@ def compare(rank, world_size):
         return str(error)
     finally:
         ranks.close()
+
+
+def begin(rank, world_size):
+    ranks = ranks_of()
+    with ranks.all_or_none("the beginning"):
+        pass
+    with ranks.all_or_none("opening the paths"):
+        if rank == 1:
+            raise ConfigError("nvme.paths: /mnt/x is missing")
+
+
+def test_what_one_rank_cannot_do_is_an_error_on_all():
+    with job(begin, 3) as running:
+        told = [running.outcome(rank).error for rank in range(3)]
+    assert told[1] == "ConfigError: nvme.paths: /mnt/x is missing"
+    assert told[0] == told[2] == "RankError: opening the paths failed on rank 1, of 1 that failed: ConfigError: nvme.paths: /mnt/x is missing"
 
 
 def test_a_difference_is_an_error_on_all_ranks_that_names_who_has_what():
