@@ -92,7 +92,8 @@ class AttachedUnit:
 
     def is_regraded(self) -> bool:
         """Whether `requires_grad` of a live parameter is not what it was when the files were laid out."""
-        return [param.requires_grad for param in self._params] != self._trainable
+        with torch._C.DisableTorchFunctionSubclass():  # a user's own Parameter class may have one
+            return [param.requires_grad for param in self._params] != self._trainable
 
     def regraded(self) -> TraceError:
         """What that leads to."""

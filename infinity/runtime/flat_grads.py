@@ -25,17 +25,16 @@ class _Filling:
     flat: Tensor
     places: list[Tensor]
     present: set[int] = field(default_factory=set)
-    waiting: list[Tensor] = field(default_factory=list)
-    """To be copied to `targets`, on the stream that is current then as now."""
-    targets: list[Tensor] = field(default_factory=list)
+    waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """(place, gradient): to be copied on the stream that is current then as now."""
     waiting_bytes: int = 0
+    """What they keep from being freed: a gradient may be a small view of a large tensor."""
 
     def put(self, slot: int, grad: Tensor) -> None:
         """The gradient of a slot, the first; it may wait a while for its copy."""
+        self.waiting.append((self.places[slot], grad))
         self.present.add(slot)
-        self.waiting.append(grad)
-        self.targets.append(self.places[slot])
-        self.waiting_bytes += grad.nbytes
+        self.waiting_bytes += grad.untyped_storage().nbytes()
         if self.waiting_bytes > _MOST_WAITING_BYTES:
             self.settle()
 
@@ -47,8 +46,9 @@ class _Filling:
     def settle(self) -> None:
         """Everything that has arrived is in its place."""
         if self.waiting:
-            torch._foreach_copy_(self.targets, self.waiting)
-            self.waiting, self.targets, self.waiting_bytes = [], [], 0
+            places, grads = zip(*self.waiting, strict=True)
+            torch._foreach_copy_(places, grads)
+            self.waiting, self.waiting_bytes = [], 0
 
 
 class FlatGrads:

@@ -66,6 +66,7 @@ class SavedTensors:
     def close(self) -> None:
         """Take the entry off the stack again; it is on top."""
         self._context.__exit__(None, None, None)
+        del self._context  # it holds this object, and both the checkpoint below: only the collector could free them
 
     def pack(self, tensor: Tensor) -> Coordinates | Elsewhere | Tensor:
         if tensor.layout is _STRIDED and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH:
@@ -77,7 +78,7 @@ class SavedTensors:
                         unit, unit.unit.version, flat, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
                     )
         if self._pack_below is None or self._unpack_below is None:
-            return tensor
+            return tensor.detach()  # an output that is packed as itself holds its own graph, and nothing ever frees them
         return self._unpack_below, self._pack_below(tensor)
 
     def unpack(self, packed: Coordinates | Elsewhere | Tensor) -> Tensor:

@@ -108,15 +108,13 @@ class Scheduler:
 
     def forward_ends(self) -> None:
         self._movers.clock.end()
-        if not torch.is_grad_enabled():
-            self._collector.resume()  # else a backward is to come, whose beginning the device waits for
+        self._collector.resume()
 
     def backward_begins(self) -> None:
         self._movers.clock.begin("backward")
 
     def backward_ends(self) -> None:
         self._movers.clock.end()
-        self._collector.resume()
 
     def fetch(self, unit: Unit) -> list[Tensor]:
         """The unit's full flat buffers, usable by the current stream. Blocks; counts as a stall where it has to wait."""
@@ -215,6 +213,7 @@ class Scheduler:
 
     def drop_grads(self) -> None:
         """Forget every gradient that came down since the last step."""
+        self._collector.resume()
         self._movers.grads.clear()
 
     def commit(self, unit: Unit, flats: Sequence[Tensor]) -> None:
@@ -223,7 +222,7 @@ class Scheduler:
 
     def invalidate(self) -> None:
         """Parameters are about to change: give up what was fetched ahead."""
-        self._collector.resume()
+        self._collector.resume()  # an interrupt may have ended the forward without a word
         with self._changed:
             for fetch in [fetch for fetch in self._queue if not fetch.attached]:
                 self._queue.remove(fetch)

@@ -27,7 +27,7 @@ class Trace:
         self._order: list[int] = []
         self._places: dict[int, list[int]] = {}
         self._hints: dict[tuple[int, int, int | None], list[int]] = {}
-        """Answers given for this order: the same are asked for in every step, by the thread that launches compute."""
+        """Answers given for this order, by position, how many and which not: the same are asked for in every step."""
         self._position = 0
         self._pass: list[int] = []
         self._is_clean = True
@@ -115,9 +115,11 @@ class Trace:
             self._learn(self._pass)
 
     def _hint_from(self, order: list[int]) -> None:
-        self._order, self._position, self._places, self._hints = order, 0, {}, {}
-        for place, unit in enumerate(order):
-            self._places.setdefault(unit, []).append(place)
+        if order != self._order:
+            self._places, self._hints = {}, {}
+            for place, unit in enumerate(order):
+                self._places.setdefault(unit, []).append(place)
+        self._order, self._position = order, 0
 
     def _distinct(self, position: int, n: int, skip: int | None) -> list[int]:
         key = position, n, skip

@@ -172,8 +172,8 @@ class _CudaLanes:
                 self._under_way[lane] = deque(copy for copy in copies if not copy.finish())
             self._measure()
 
-    def _measure(self) -> None:
-        while self._over:
+    def _measure(self, most_left: int = 0) -> None:
+        while len(self._over) > most_left:
             self._spare += self._over.popleft().measure()
 
     def measure_later(self, copy: _CudaCopy) -> None:
@@ -201,8 +201,7 @@ class _CudaLanes:
             for copies in self._under_way.values():
                 while copies and copies[0].finish():
                     copies.popleft()
-            if len(self._over) > _MOST_UNMEASURED:
-                self._measure()
+            self._measure(_MOST_UNMEASURED)  # no burst: as many as have come
             self._under_way[lane].append(copy)
             if time.monotonic_ns() - self._anchor.ns > _ANCHOR_EVERY_S * 1e9:
                 self._anchor = self._drop_anchor()

@@ -166,19 +166,30 @@ def test_nobody_but_the_training_threads_moves_what_rests_in_pinned_memory(tmp_p
     assert not {name for name in starters if name.startswith("infinity")}
 
 
-def test_pythons_collector_waits_from_a_forward_to_the_end_of_its_backward(tmp_path):
-    batch = next(iter(batches(1)))
-    with infinity.initialize(tiny_gpt(recompute=True), settings(tmp_path, CPU_KERNEL[0])) as engine:
-        loss = engine.model(batch)
-        assert not gc.isenabled()
-        loss.backward()
+class Asks(torch.nn.Module):
+    """Notes whether the collector is on while a forward runs; may fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen, self.fails = torch.nn.Linear(4, 4), [], False
+
+    def forward(self, x):
+        self.seen.append(gc.isenabled())
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return self.linear(x).sum()
+
+
+def test_pythons_collector_waits_for_a_forward_and_no_longer(tmp_path):
+    x = torch.ones(2, 4, device="cuda")
+    with infinity.initialize(Asks(), settings(tmp_path, CPU_KERNEL[0])) as engine:
+        loss = engine.model(x)
         assert gc.isenabled()
-        with torch.no_grad():
-            engine.model(batch)
-        assert gc.isenabled(), "no backward is to come"
-        engine.model(batch)
-        assert not gc.isenabled()
-    assert gc.isenabled(), "a closed engine keeps nothing back"
+        loss.backward()
+        engine.model.fails = True
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.model(x)
+        assert gc.isenabled() and engine.model.seen == [False, False]
 
 
 def test_a_checkpoint_of_one_placement_goes_on_in_another(tmp_path):

@@ -23,9 +23,11 @@ def arrivals(unit):
     return {seat: torch.randn(seat.slot.shape, generator=generator) for seat in unit.seats}
 
 
-@pytest.mark.parametrize("most_waiting_bytes", [0, 40, 1 << 20])
-def test_they_arrive_however_many_may_wait(unit, monkeypatch, most_waiting_bytes):
+@pytest.mark.parametrize(("most_waiting_bytes", "launches"), [(0, 4), (40, 2), (1 << 20, 1)])
+def test_they_arrive_however_many_may_wait(unit, monkeypatch, most_waiting_bytes, launches):
     monkeypatch.setattr(flat_grads, "_MOST_WAITING_BYTES", most_waiting_bytes)
+    copy, sizes = torch._foreach_copy_, []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda places, grads: (sizes.append(len(grads)), copy(places, grads)))
     unit, residency = unit
     grads = arrivals(unit)
     for seat, grad in grads.items():
@@ -33,6 +35,7 @@ def test_they_arrive_however_many_may_wait(unit, monkeypatch, most_waiting_bytes
     assert unit.grads.is_full()
     unit.grads.hand_down()
     assert all(torch.equal(residency.grads[unit.unit][seat.name], grad) for seat, grad in grads.items())
+    assert len(sizes) == launches and sum(sizes) == 4
 
 
 def test_what_comes_twice_is_added_also_to_what_waits(unit):
@@ -54,3 +57,11 @@ def test_only_a_bounded_amount_waits(unit, monkeypatch):
     for seat, grad in arrivals(unit).items():
         unit.grads.arrive(seat, grad)
         assert all(filling.waiting_bytes <= 40 for filling in unit.grads._filling.values())
+
+
+def test_a_view_counts_as_what_it_keeps_from_being_freed(unit, monkeypatch):
+    monkeypatch.setattr(flat_grads, "_MOST_WAITING_BYTES", 4000)
+    unit, _ = unit
+    seat = next(iter(arrivals(unit)))
+    unit.grads.arrive(seat, torch.zeros(2000)[: seat.slot.numel].view(seat.slot.shape))
+    assert not any(filling.waiting for filling in unit.grads._filling.values())

@@ -117,6 +117,18 @@ def test_next_after_walks_the_order_in_a_circle(order, position, n):
     assert taught(order).next_after(position, n) == distinct_ahead(order, position, n)
 
 
+def test_a_step_like_the_one_before_works_nothing_out_again(monkeypatch):
+    trace, order = taught([0, 1, 2, 1, 0]), [0, 1, 2, 1, 0]
+    search, searched = Trace._search, []
+    monkeypatch.setattr(Trace, "_search", lambda self, *key: searched.append(key) or search(self, *key))
+    for step in range(3):
+        searched.clear()
+        for unit in order:
+            trace.visit(unit, 2)
+        trace.restart()
+        assert bool(searched) == (step == 0)
+
+
 def test_memory_is_bounded():
     trace = Trace()
     for step in range(2 * LIMIT + 10):

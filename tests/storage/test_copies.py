@@ -97,6 +97,7 @@ def test_a_finished_copys_events_serve_the_next_and_its_work_stays_over(cuda):
     copies.drain_spans()
     torch.cuda._sleep(100_000_000)
     second = copies.download(target, source, "second")
+    assert second._stop in (first._start, first._stop)
     assert first.is_completed() and not second.is_completed(), "also while its events belong to a copy under way"
     first.wait(0)
     first.sync_current_stream()
