@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity import checkpoint, native
+from infinity.alike import check_alike, check_alone
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.kinds import Group, Tier
@@ -33,6 +34,7 @@ from infinity.runtime.hooks import Hooks
 from infinity.runtime.scheduler import Movers, Scheduler
 from infinity.runtime.states import States, named_states
 from infinity.runtime.units import Unit
+from infinity.sharding.ranks import Ranks, join_ranks
 from infinity.storage.copies import Copies
 from infinity.storage.device_limit import DeviceLimit
 from infinity.storage.reserve import Reserve
@@ -72,6 +74,7 @@ class Parts:
 
     config: Config
     device: torch.device
+    ranks: Ranks
     timeline: Timeline
     model: nn.Module
     units: list[Unit]
@@ -94,18 +97,32 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
     with ExitStack() as closers:
         pool = native.ThreadPool(adam_threads(config))
         closers.callback(pool.close)
-        prepared = prepare(model, config, param_groups, pool, goes_on=checkpoint_directory is None)
+        timeline = Timeline()
+        ranks = join_ranks(config.device, timeout_s=config.zero.timeout_s, timeline=timeline)
+        closers.callback(ranks.close)
+        with ranks.all_or_none("preparing the run"):
+            check_alone(ranks, "starting from a checkpoint", checkpoint_directory is None)
+            prepared = prepare(model, config, param_groups, pool, ranks, goes_on=checkpoint_directory is None)
+        check_alike(ranks, config, [unit.layout for unit in prepared.units])
         if checkpoint_directory is not None:
             _make_way(prepared, checkpoint_directory)
-        _limit_device(prepared, closers)
-        kept = _open_run(prepared, closers)
-        _fill(prepared, kept)
+        with ranks.all_or_none("opening the run's files"):
+            _limit_device(prepared, closers)
+            kept = _open_run(prepared, timeline, closers)
+        ranks.check_same(
+            None if kept.resumed is None else kept.resumed.step,
+            "the step that was published last",
+            "The job ended while it was published: remove the run with `infinity clean`, or choose another store.run",
+        )
+        with ranks.all_or_none("writing the first values"):
+            _fill(prepared, kept)
         update = _make_update(prepared, kept, closers)
         scheduler = _make_scheduler(prepared, kept, update, closers)
         hooks = _attach(prepared, update, scheduler, closers)
         return Parts(
             config=config,
             device=prepared.device,
+            ranks=ranks,
             timeline=kept.timeline,
             model=prepared.model,
             units=prepared.units,
@@ -147,10 +164,9 @@ def _limit_device(prepared: Prepared, closers: ExitStack) -> None:
         closers.callback(limit.close)
 
 
-def _open_run(prepared: Prepared, closers: ExitStack) -> Kept:
+def _open_run(prepared: Prepared, timeline: Timeline, closers: ExitStack) -> Kept:
     """Open or make the run's files, and take the memory for what rests there."""
-    config, plan = prepared.config, prepared.plan
-    timeline = Timeline()
+    config, plan, rank = prepared.config, prepared.plan, prepared.ranks.rank
     pools = _make_pools(plan, threads=min(8, prepared.hardware.cores))
     closers.callback(pools.pinned.close)
     closers.callback(pools.plain.close)
@@ -163,11 +179,12 @@ def _open_run(prepared: Prepared, closers: ExitStack) -> Kept:
         copies=copies,
         timeline=timeline,
         aio=aio_options(config),
-        identity=_identity(config, prepared.units, _on_read(prepared)),
+        rank=rank,
+        identity=_identity(prepared),
     )
     closers.callback(store.close)
     resumed = _open_store(store, plan, prepared.units, config)
-    states = States(prepared.units, store, pools.plain, chunk_numel=plan.chunk_numel, deadline_s=config.nvme.deadline_s)
+    states = States(prepared.units, store, pools.plain, chunk_numel=plan.chunk_numel, deadline_s=config.nvme.deadline_s, rank=rank)
     closers.callback(states.close)
     return Kept(timeline=timeline, pools=pools, copies=copies, store=store, states=states, resumed=resumed)
 
@@ -182,6 +199,7 @@ def _fill(prepared: Prepared, kept: Kept) -> None:
             chunk_numel=prepared.plan.chunk_numel,
             room_bytes=prepared.plan.working_bytes(Tier.CPU),
             on_read=_on_read(prepared),
+            rank=prepared.ranks.rank,
         )
         with adoption:
             for unit in prepared.units:
@@ -198,7 +216,8 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
     """Gradients, the step, and the optimizer that users hold."""
     config, device, deadline_s = prepared.config, prepared.device, prepared.config.nvme.deadline_s
     grad_dtype = torch.float32 if config.train.accumulation > 1 else None
-    chunks = trainable_chunks([unit.layout for unit in prepared.units], prepared.plan.chunk_numel, grad_dtype=grad_dtype)
+    ranks, layouts = prepared.ranks, [unit.layout for unit in prepared.units]
+    chunks = trainable_chunks(layouts, prepared.plan.chunk_numel, grad_dtype=grad_dtype, rank=ranks.rank)
     grads = Grads(
         chunks,
         store=kept.store,
@@ -209,6 +228,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         device=device,
         deadline_s=deadline_s,
         busy_paths=prepared.plan.busy_paths,
+        total=lambda sumsq: ranks.total(sumsq, "the squares of the gradients"),
     )
     closers.callback(grads.close)
     pipeline = Pipeline(
@@ -249,6 +269,7 @@ def _make_scheduler(prepared: Prepared, kept: Kept, update: Update, closers: Exi
         grads=update.grads,
         states=kept.states,
         clock=ComputeClock(kept.timeline, device),
+        ranks=prepared.ranks,
     )
     scheduler = Scheduler(
         prepared.units,
@@ -296,11 +317,14 @@ def _make_pools(plan: Plan, threads: int) -> Pools:
     return Pools(pinned=pool, plain=pool)
 
 
-def _identity(config: Config, units: Sequence[Unit], on_read: OnRead) -> dict[str, str]:
+def _identity(prepared: Prepared) -> dict[str, str]:
     """What must be equal to go on with a run, beside the layout."""
+    config, world_size = prepared.config, prepared.ranks.world_size
     identity = {"optimizer": "adamw", "precision": config.precision.dtype}
+    if world_size > 1:
+        identity["ranks"] = str(world_size)
     if config.nvme.paths and config.store.resume != "never":
-        identity["initial weights"] = checksum(units, on_read)
+        identity["initial weights"] = checksum(prepared.units, _on_read(prepared))
     return identity
 
 

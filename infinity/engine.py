@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity import checkpoint
+from infinity.alike import check_alone
 from infinity.assembly import Parts, assemble
 from infinity.config import load_config
 from infinity.config.load import Source
@@ -98,6 +99,16 @@ class Engine:
         return self._parts.device
 
     @property
+    def rank(self) -> int:
+        """This process among the ranks of the job, from 0."""
+        return self._parts.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train the model together: 1 without torchrun."""
+        return self._parts.ranks.world_size
+
+    @property
     def global_step(self) -> int:
         """Optimizer steps taken since the beginning of the run; skipped ones do not count."""
         return self._state.global_step
@@ -127,6 +138,7 @@ class Engine:
         when the disk is full.
         """
         self._check_open()
+        check_alone(self._parts.ranks, "engine.save")
         self._parts.pipeline.check()
         dtypes = {slot.name: flat.dtype for unit in self._parts.units for flat in unit.layout.flats for slot in flat.slots}
         try:
@@ -149,6 +161,7 @@ class Engine:
         Raises CheckpointError before anything is changed when parameters, shapes or files do not match.
         """
         self._check_open()
+        check_alone(self._parts.ranks, "engine.load")
         self._parts.pipeline.check()
         self._parts.scheduler.invalidate()
         self._parts.optimizer.zero_grad()

@@ -30,6 +30,7 @@ from infinity.runtime.builder import build_in
 from infinity.runtime.hooks import check_params
 from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
 from infinity.runtime.units import Cast, Unit, find_units, make_units
+from infinity.sharding.ranks import Ranks, ranks_here
 from infinity.sizes import format_bytes
 from infinity.storage import probe
 from infinity.storage.rundir import find_manifest, run_directory, run_files
@@ -49,6 +50,7 @@ class Prepared:
 
     config: Config
     device: torch.device
+    ranks: Ranks
     paths: list[NvmePath]
     pool: native.ThreadPool
     hardware: Hardware
@@ -60,20 +62,23 @@ class Prepared:
     plan: Plan
 
 
-def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool: native.ThreadPool, *, goes_on: bool) -> Prepared:
+def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool: native.ThreadPool, ranks: Ranks, *, goes_on: bool) -> Prepared:
     """Build the model, divide it and plan. `goes_on`: a published run keeps its chunks. Raises ConfigError, CapacityError, StorageError."""
     device = choose_device(config.device)
+    if device.type == "cuda" and ranks.world_size > 1:
+        raise ConfigError(f'device is "{device}": {ranks.world_size} ranks compute on CPUs so far. Start one process, or set device = "cpu"')
     paths = check_paths(config)
     before = held_now(device)
     hardware = survey(device, pool)
     module, spool = build_model(model, config, paths)
-    units = units_of(module, config, make_cast(config, module))
+    units = units_of(module, config, make_cast(config, module), ranks.world_size)
     groups = checked_groups(group_params(module, param_groups), addresses_of(units), **defaults(config))
     check_params(units)
-    plan = plan_units(units, config, hardware, paths, before, goes_on=goes_on)
+    plan = plan_units(units, config, hardware, paths, before, goes_on=goes_on, rank=ranks.rank)
     return Prepared(
         config=config,
         device=device,
+        ranks=ranks,
         paths=paths,
         pool=pool,
         hardware=hardware,
@@ -162,7 +167,7 @@ def make_cast(config: Config, model: nn.Module) -> Cast:
     return lambda name, _: torch.float32 if any(fnmatch.fnmatchcase(name, pattern) for pattern in kept) else dtype
 
 
-def units_of(model: nn.Module, config: Config, cast: Cast) -> list[Unit]:
+def units_of(model: nn.Module, config: Config, cast: Cast, world_size: int = 1) -> list[Unit]:
     for name, param in model.named_parameters():
         if param.requires_grad and param.dtype not in (*_DTYPES.values(), torch.complex64):
             raise ConfigError(
@@ -170,7 +175,7 @@ def units_of(model: nn.Module, config: Config, cast: Cast) -> list[Unit]:
             )
     rule = None if config.units.function is None else load_function("units.function", config.units.function, ())
     plans = find_units(model, threshold_numel=config.units.threshold, classes=config.units.classes, function=rule, cast=cast)
-    units = make_units(plans, cast=cast)
+    units = make_units(plans, cast=cast, world_size=world_size)
     if not units:
         raise ConfigError("the model has no parameters: there is nothing to train")
     if not any(flat.trainable for unit in units for flat in unit.layout.flats):
@@ -203,10 +208,10 @@ def addresses_of(units: Sequence[Unit]) -> dict[Tensor, Address]:
 
 
 def plan_units(
-    units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int], *, goes_on: bool
+    units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int], *, goes_on: bool, rank: int = 0
 ) -> Plan:
     """The plan for these units on this machine; `goes_on`: a published run keeps its chunks. Raises CapacityError or ConfigError."""
-    plan = place_units(units, config, hardware, paths, before, goes_on=goes_on)
+    plan = place_units(units, config, hardware, paths, before, goes_on=goes_on, rank=rank)
     if not plan.resting(Tier.NVME):
         return plan
     measured = [path.known_rates() for path in paths]
@@ -215,13 +220,13 @@ def plan_units(
 
 
 def place_units(
-    units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int], *, goes_on: bool
+    units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int], *, goes_on: bool, rank: int = 0
 ) -> Plan:
     """As `plan_units`, with the rates of the paths unknown: nothing is measured and nothing written."""
     placement = config.placement
     for key, reason in idle_keys(config, hardware.device):
         logger.warning("%s has no effect: %s", key, reason)
-    kept = _published_chunk_numel(config, paths) if goes_on else None
+    kept = _published_chunk_numel(config, paths, rank) if goes_on else None
     wish = Wish(
         hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
         cpu_limit=None if config.budgets.cpu == "auto" else int(config.budgets.cpu),
@@ -240,7 +245,7 @@ def place_units(
         wish,
         hardware.device,
         hbm_free=hardware.hbm_free,
-        cpu_available=hardware.cpu_available,
+        cpu_available=hardware.cpu_available // ranks_here(),
         rates=rates,
         around=_around(units),
         num_paths=len(paths),
@@ -273,7 +278,7 @@ def _check_room(plan: Plan, config: Config, paths: Sequence[NvmePath]) -> None:
 
     What the run has left there makes way for it.
     """
-    needed = sum(spec.padded_nbytes for spec in plan.specs if spec.tier is Tier.NVME)
+    needed = ranks_here() * sum(spec.padded_nbytes for spec in plan.specs if spec.tier is Tier.NVME)
     found = [(path, probe.facts(path.path).free_bytes) for path in paths]
     free = _room(found) + run_files([path.path for path in paths], config.store.run).nbytes
     if needed > free:
@@ -293,11 +298,11 @@ def _room(found: Sequence[tuple[NvmePath, int]]) -> int:
     return sum(min(free, limits[device]) for device, free in rooms.items())
 
 
-def _published_chunk_numel(config: Config, paths: Sequence[NvmePath]) -> int | None:
+def _published_chunk_numel(config: Config, paths: Sequence[NvmePath], rank: int) -> int | None:
     """How the files of the run that these paths hold are cut, whatever the configuration has become since."""
     if config.store.resume == "never":
         return None
-    found = find_manifest([run_directory(path.path, config.store.run) for path in paths], rank=0)
+    found = find_manifest([run_directory(path.path, config.store.run) for path in paths], rank)
     kept = found[0].extra.get("chunk_numel") if found else None
     if kept is not None and kept != config.optimizer.chunk_size // 4:
         logger.info("run %r goes on with its chunks of %d elements: optimizer.chunk_size is for new runs", config.store.run, kept)
@@ -347,4 +352,4 @@ def adam_threads(config: Config) -> int:
     if config.optimizer.threads != "auto":
         return config.optimizer.threads
     cores = len(os.sched_getaffinity(0))
-    return cores if cores <= 4 else cores - 2
+    return max(1, (cores if cores <= 4 else cores - 2) // ranks_here())

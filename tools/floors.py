@@ -29,6 +29,7 @@ FLOORS: Mapping[str, int] = {
     "infinity.checkpoint": 5,
     "infinity.planner": 5,
     "infinity.run_state": 6,
+    "infinity.alike": 6,
     "infinity.assembly": 6,
     "infinity.preparation": 6,
     "infinity.engine": 6,

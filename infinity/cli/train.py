@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import re
 import time
@@ -45,6 +46,10 @@ def run_training(config: Config, folders: Sequence[Path], resume: Path | None) -
     `train.output`, whichever has more steps.
     """
     console = Console()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "infinity train is one process so far. For several ranks call infinity.initialize in a script of your own, and start that with torchrun"
+        )
     build = load_function("train.model", config.train.model, folders)
     draw = load_function("train.data", config.train.data, folders)
     output = Path(config.train.output)

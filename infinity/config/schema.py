@@ -201,6 +201,14 @@ class Optimizer(Section):
         return value
 
 
+class Zero(Section):
+    """Training over several processes (ranks), started by torchrun: every parameter, gradient and state is sharded over all of them."""
+
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds that ranks wait for each other. One that has died, or stopped, for so long ends the others with an error that names it.
+    Set it above the longest stretch that one rank spends alone, in a slow data loader for instance."""
+
+
 class Prefetch(Section):
     """How far the mover runs ahead of compute."""
 
@@ -288,6 +296,7 @@ class Config(Section):
     store: Store = Store()
     precision: Precision = Precision()
     optimizer: Optimizer = Optimizer()
+    zero: Zero = Zero()
     prefetch: Prefetch = Prefetch()
     units: Units = Units()
     train: Train = Train()

@@ -70,8 +70,10 @@ class Grads:
         device: torch.device,
         deadline_s: float,
         busy_paths: int = 1,
+        total: Callable[[float], float] = lambda value: value,
     ) -> None:
-        """`busy_paths`: NVMe paths to keep writing at once."""
+        """`busy_paths`: NVMe paths to keep writing at once. `total`: the sum over all ranks, of whose shards these are one."""
+        self._total = total
         self._chunks = tuple(chunks)
         self._by_flat: dict[FlatKey, list[Chunk]] = {}
         for chunk in self._chunks:
@@ -112,7 +114,7 @@ class Grads:
         return self._mover.staging_bytes
 
     def arrive(self, unit: int, flat: int, grad: Tensor, present: frozenset[int], on_release: Callable[[], None] = lambda: None) -> None:
-        """A gradient of a whole flat buffer, [flat.numel] of its dtype on the compute device; zero outside the slots in `present`.
+        """A gradient of this rank's shard of a flat buffer, [shard_numel] of its dtype on the compute device; zero outside the slots in `present`.
 
         May come several times between steps: later ones are added. Ownership passes: `on_release` is called once nothing but the stream
         that is current now uses `grad`, from this thread or another. Returns without waiting for a copy or a disk, except where the last
@@ -228,7 +230,7 @@ class Grads:
         sumsq = self._sumsq_on_arrival()
         sumsq.update(self._mover.sumsq)  # of chunks that were added to since
         sumsq.update(self._sumsq_in_hbm())
-        return math.sqrt(sum(sumsq[chunk] for chunk in self._chunks if chunk in self._begun))
+        return math.sqrt(self._total(sum(sumsq[chunk] for chunk in self._chunks if chunk in self._begun)))
 
     def _sumsq_in_hbm(self) -> dict[Chunk, float]:
         chunks = [chunk for chunk in self._chunks if chunk in self._begun and self._store.tier(chunk.key(Group.GRAD)) is Tier.HBM]

@@ -65,7 +65,11 @@ def upload_buffers(busy_paths: int) -> int:
 
 def _units(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
     """Those in use, and those ahead. What rests whole where it is computed with is used in place."""
-    away = {(piece.key.unit, piece.key.flat) for piece in chunks if piece.key.group is Group.PARAM and placement[piece.key] is not job.compute}
+    away = {
+        (piece.key.unit, piece.key.flat)
+        for piece in chunks
+        if piece.key.group is Group.PARAM and (placement[piece.key] is not job.compute or piece.flat.world_size > 1)
+    }
     sizes = {
         layout.index: sum(footprint(flat.nbytes, job.device) for f, flat in enumerate(layout.flats) if (layout.index, f) in away)
         for layout in job.layouts

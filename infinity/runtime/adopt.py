@@ -34,8 +34,11 @@ class Adoption:
     are fewer, but always one for a chunk.
     """
 
-    def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, room_bytes: int, on_read: OnRead) -> None:
+    def __init__(
+        self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, room_bytes: int, on_read: OnRead, rank: int = 0
+    ) -> None:
         self._store = store
+        self._rank = rank
         self._slabs = slabs
         self._chunk_numel = chunk_numel
         self._on_read = on_read
@@ -45,10 +48,10 @@ class Adoption:
         self._rings = {group: Ring(slabs.take, count=count, nbytes=nbytes) for group, nbytes in sizes.items()}
 
     def _chunks(self, unit: Unit, f: int, flat: FlatLayout) -> Iterator[tuple[list[ChunkKey], Interval]]:
-        """Every chunk: its keys, of the parameter and of the states where it is trained."""
+        """Every chunk of the rank's shard: its keys, of the states too where it is trained, and where it lies in the full flat buffer."""
         groups = (Group.PARAM, Group.OPTIMIZER) if flat.trainable else (Group.PARAM,)
         for c, interval in enumerate(flat.chunks(self._chunk_numel)):
-            yield [ChunkKey(unit=unit.layout.index, flat=f, group=group, chunk=c) for group in groups], interval
+            yield [ChunkKey(unit=unit.layout.index, flat=f, group=group, chunk=c) for group in groups], interval.shifted(flat.shard(self._rank).start)
 
     def _largest(self, keys: Sequence[ChunkKey]) -> int:
         """Bytes of the largest chunk on NVMe: it is filled in a buffer."""

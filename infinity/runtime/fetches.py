@@ -53,6 +53,11 @@ class Fetch:
             self._unstarted -= 1
             self._changed.notify_all()
 
+    def begun(self) -> list[Work]:
+        """What is under way by now."""
+        with self._changed:
+            return list(self._works)
+
     def fail(self, error: BaseException) -> None:
         """Every waiter, now and later, raises `error`."""
         with self._changed:

@@ -21,9 +21,14 @@ class RestingFlat:
     """The parameters of one flat buffer."""
 
     layout: FlatLayout
+    own: Interval
+    """This rank's shard of the full flat buffer."""
     whole: Tensor | None
-    """[numel], where they rest as one tensor: on the compute device they are used in place, from elsewhere they come in one copy."""
+    """[shard_numel], where they rest as one tensor: they come in one copy, or are used in place."""
+    is_in_place: bool
+    """The whole flat buffer rests on the compute device."""
     chunks: Sequence[tuple[ChunkKey, Interval]]
+    """Of the shard, and where each lies in the full flat buffer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,10 +45,10 @@ class RestingUnit:
     """Everything rests in HBM, or in pinned memory beside it: to start a visit is to queue copies."""
 
 
-def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: int) -> RestingUnit:
-    """What the store, which has been built or reopened, holds of the unit."""
-    flats = [_resting_flat(unit.layout.index, f, layout, store, chunk_numel) for f, layout in enumerate(unit.layout.flats)]
-    away = [flat.layout for flat in flats if flat.whole is None or flat.whole.device != device]
+def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: int, rank: int) -> RestingUnit:
+    """What the store, which has been built or reopened, holds of the unit: this rank's shards."""
+    flats = [_resting_flat(unit.layout.index, f, layout, store, device, chunk_numel, rank) for f, layout in enumerate(unit.layout.flats)]
+    away = [flat.layout for flat in flats if not flat.is_in_place]
     cut = [store.tier(key) for flat in flats if flat.whole is None for key, _ in flat.chunks]
     return RestingUnit(
         name=unit.name,
@@ -54,7 +59,13 @@ def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: in
     )
 
 
-def _resting_flat(index: int, f: int, layout: FlatLayout, store: Store, chunk_numel: int) -> RestingFlat:
-    whole = store.whole(index, f, Group.PARAM)
-    keys = [ChunkKey(unit=index, flat=f, group=Group.PARAM, chunk=c) for c in range(len(layout.chunks(chunk_numel)))]
-    return RestingFlat(layout, None if whole is None else whole.view(layout.dtype), list(zip(keys, layout.chunks(chunk_numel), strict=True)))
+def _resting_flat(index: int, f: int, layout: FlatLayout, store: Store, device: torch.device, chunk_numel: int, rank: int) -> RestingFlat:
+    whole, own = store.whole(index, f, Group.PARAM), layout.shard(rank)
+    chunks = [(ChunkKey(unit=index, flat=f, group=Group.PARAM, chunk=c), run.shifted(own.start)) for c, run in enumerate(layout.chunks(chunk_numel))]
+    return RestingFlat(
+        layout=layout,
+        own=own,
+        whole=None if whole is None else whole.view(layout.dtype),
+        is_in_place=whole is not None and whole.device == device and layout.world_size == 1,
+        chunks=chunks,
+    )

@@ -29,6 +29,7 @@ from infinity.runtime.trace import Trace
 from infinity.runtime.units import Unit
 from infinity.runtime.uploader import Uploader
 from infinity.sharding.layout import Interval
+from infinity.sharding.ranks import Ranks
 from infinity.sizes import format_bytes
 from infinity.storage.budget import Budget
 from infinity.storage.chunks import ChunkKey
@@ -36,6 +37,7 @@ from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
 from infinity.storage.slabs import SlabPool, footprint
 from infinity.storage.store import Store
+from infinity.storage.work import Work
 
 EVENT_POLL_S = 0.0005
 """How often the mover looks whether a buffer that it needs back is not in use any more."""
@@ -53,6 +55,7 @@ class Movers:
     grads: Grads
     states: States
     clock: ComputeClock
+    ranks: Ranks
 
 
 class Scheduler:
@@ -77,7 +80,10 @@ class Scheduler:
         self._is_overdrawn = False
         self._grad_budget = Budget(Tier.HBM if self._cuda else Tier.CPU, grad_bytes)
         self._grad_lane = Lane.NVME_WRITE if movers.store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
-        self._resting = {unit.layout.index: resting_unit(unit, movers.store, device, chunk_numel) for unit in units}
+        self._is_alone = movers.ranks.world_size == 1
+        self._resting = {unit.layout.index: resting_unit(unit, movers.store, device, chunk_numel, movers.ranks.rank) for unit in units}
+        self._reducing: list[Work] = []
+        """Gradients on their way to the ranks that keep them."""
         self._trace = Trace()
         self._collector = Collector()
         self._fetches: dict[int, Fetch] = {}
@@ -115,6 +121,9 @@ class Scheduler:
 
     def backward_ends(self) -> None:
         self._movers.clock.end()
+        reducing, self._reducing = self._reducing, []
+        for work in reducing:
+            work.wait()  # from here on all ranks know the same gradients
 
     def fetch(self, unit: Unit) -> list[Tensor]:
         """The unit's full flat buffers, usable by the current stream. Blocks; counts as a stall where it has to wait."""
@@ -128,8 +137,7 @@ class Scheduler:
             fetch = fetch or self._request(index)
             fetch.urgent = fetch.attached = True
             for other in self._ahead_of(index):
-                if other not in self._fetches:
-                    self._request(other)
+                self._request_ahead(other)
             self._wake_mover()
         try:
             self._wait_for(fetch)
@@ -142,7 +150,7 @@ class Scheduler:
         if fetch.has_landed():
             fetch.wait(self._deadline_s, self._is_alive)
         else:
-            lane = Lane.UPLOAD if self._cuda else Lane.NVME_READ
+            lane = Lane.COMM if not self._is_alone else Lane.UPLOAD if self._cuda else Lane.NVME_READ
             with self._movers.clock.waiting(lane, fetch.name):
                 fetch.wait(self._deadline_s, self._is_alive)
 
@@ -183,7 +191,7 @@ class Scheduler:
 
     def grad_buffer(self, unit: Unit, flat: int) -> Tensor:
         """A fresh buffer for a full flat gradient on the compute device, contents undefined."""
-        rest = self._movers.grads.in_place(unit.layout.index, flat)
+        rest = self._movers.grads.in_place(unit.layout.index, flat) if self._is_alone else None
         if rest is not None:
             return rest
         layout = unit.layout.flats[flat]
@@ -198,11 +206,14 @@ class Scheduler:
         if not self._grad_budget.try_take(nbytes):
             with self._movers.clock.waiting(self._grad_lane, unit.name):
                 self._wait_for_grads(nbytes, unit.name)
+        arrive = partial(self._movers.grads.arrive, unit.layout.index, flat, on_release=partial(self._grad_budget.give, nbytes))
         try:
-            self._movers.grads.arrive(unit.layout.index, flat, grad, present, on_release=partial(self._grad_budget.give, nbytes))
+            work = self._movers.ranks.reduce(grad, present, len(unit.layout.flats[flat].slots), unit.name, arrive)
         except BaseException:
             self._grad_budget.give(nbytes)  # it was not taken over
             raise
+        if not self._is_alone:
+            self._reducing.append(work)
 
     def _wait_for_grads(self, nbytes: int, name: str) -> None:
         """Take `nbytes` of what gradients on their way may hold."""
@@ -246,13 +257,13 @@ class Scheduler:
     def warm_updated(self, is_updated: Callable[[int], bool]) -> None:
         """The same of those whose parameters will not change any more, in a step that has begun: a dead mover is no reason to break it off."""
         with self._changed:
-            if self._error is None and not self._closing:
+            if self._error is None and not self._closing and self._is_alone:  # ranks would not all be as far, and ask in different orders
                 self._request_first(is_updated)
 
     def _request_first(self, is_wanted: Callable[[int], bool]) -> None:
         for index in self._trace.first(self._prefetch_units + 1):
-            if index not in self._fetches and is_wanted(index):
-                self._request(index)
+            if is_wanted(index):
+                self._request_ahead(index)
         self._wake_mover()
 
     def close(self) -> None:
@@ -335,7 +346,10 @@ class Scheduler:
             fetch.asked_at = torch.cuda.current_stream(self._device).record_event()
         self._fetches[index] = fetch
         try:
-            if not fetch.nbytes or (resting.is_near and self._may_begin_now(fetch)):
+            if not self._is_alone:
+                self._make_room_in_order(fetch)
+                self._begin_now(fetch)
+            elif not fetch.nbytes or (resting.is_near and self._may_begin_now(fetch)):
                 self._begin_now(fetch)
             else:
                 self._queue.append(fetch)
@@ -345,6 +359,23 @@ class Scheduler:
             self._drop(fetch)
             raise
         return fetch
+
+    def _request_ahead(self, index: int) -> None:
+        """Over ranks only what has room: what is begun, and when, follows from the program alone, so that all ranks gather in one order."""
+        if index not in self._fetches and (self._is_alone or self._has_room_for(self._resting[index].visit_bytes)):
+            self._request(index)
+
+    def _make_room_in_order(self, fetch: Fetch) -> None:
+        """Over ranks: give up what was fetched ahead, last asked first, once it has landed. Raises CapacityError where that is not enough."""
+        ahead = [other for other in self._fetches.values() if not other.attached and other is not fetch and other.nbytes]
+        while ahead and not self._has_room(fetch):
+            other = ahead.pop()
+            other.join(self._deadline_s, self._is_alive)
+            self._give_up(other)
+        if not self._has_room(fetch):
+            if self._used_bytes + fetch.nbytes > self._budget_bytes + self._spare_bytes:
+                raise self._too_much(fetch)
+            self._is_overdrawn = True
 
     def _may_begin_now(self, fetch: Fetch) -> bool:
         """Its room is there and nobody else's turn comes first."""
@@ -394,7 +425,10 @@ class Scheduler:
         self.peak_units = max(self.peak_units, len(self._fetches) - len(self._queue))
 
     def _has_room(self, fetch: Fetch) -> bool:
-        return self._used_bytes + fetch.nbytes <= self._budget_bytes
+        return self._has_room_for(fetch.nbytes)
+
+    def _has_room_for(self, nbytes: int) -> bool:
+        return self._used_bytes + nbytes <= self._budget_bytes
 
     def _make_room(self, fetch: Fetch) -> bool:
         """Give up what was fetched ahead, last asked first; wait for buffers that the stream still reads; take what the budget has left over."""
@@ -415,17 +449,19 @@ class Scheduler:
 
     def _refuse(self, fetch: Fetch) -> None:
         """Whoever waits for it raises CapacityError."""
+        fetch.fail(self._too_much(fetch))
+        self._queue.remove(fetch)
+        del self._fetches[fetch.index]
+
+    def _too_much(self, fetch: Fetch) -> CapacityError:
         others = [other for other in self._fetches.values() if other.attached and other is not fetch and other not in self._queue]
         live = ", ".join(f"{other.name} {format_bytes(other.nbytes)}" for other in others[:4]) + (", ..." if len(others) > 4 else "")
         tier = Tier.HBM if self._cuda else Tier.CPU
-        error = CapacityError(
+        return CapacityError(
             f"unit {fetch.name!r} needs {format_bytes(fetch.nbytes)}, but {len(others)} live units ({live}) hold {format_bytes(self._used_bytes)} of "
             f"the {format_bytes(self._budget_bytes + self._spare_bytes)} that budgets.{tier.value} leaves for them. "
             f"Gather one module at a time, raise budgets.{tier.value}, or name smaller units in units.classes."
         )
-        fetch.fail(error)
-        self._queue.remove(fetch)
-        del self._fetches[fetch.index]
 
     def _return_overdraft(self) -> None:
         """Memory that only a large gather needed goes back to the system."""
@@ -466,7 +502,8 @@ class Scheduler:
         """Allocate the unit's buffers and start everything towards them. What rests where it is used is used in place."""
         resting = self._resting[fetch.index]
         for flat in resting.flats:
-            if flat.whole is not None and flat.whole.device == self._device:
+            if flat.is_in_place:
+                assert flat.whole is not None
                 fetch.flats.append(flat.whole)
                 continue
             target = self._allocate(flat.layout.numel, flat.layout.dtype)
@@ -474,10 +511,15 @@ class Scheduler:
             fetch.flats.append(target)
             if flat.whole is not None:
                 fetch.expect(1)
-                fetch.started(self._movers.copies.upload(flat.whole, target, resting.name))
-                continue
-            for key, interval in flat.chunks:
-                self._start(fetch, key, _bytes_of(target, interval))
+                own = target[flat.own.start : flat.own.stop]
+                fetch.started(self._movers.copies.upload(flat.whole, own, resting.name))
+            else:
+                for key, interval in flat.chunks:
+                    self._start(fetch, key, _bytes_of(target, interval))
+        if not self._is_alone:
+            for target in fetch.borrowed:
+                fetch.expect(1)
+                fetch.started(self._movers.ranks.gather(target, resting.name, after=fetch.begun()))
         fetch.started()
 
     def _start(self, fetch: Fetch, key: ChunkKey, target: Tensor) -> None:

@@ -44,9 +44,15 @@ def named_states(units: Sequence[Unit]) -> list[NamedState]:
 class States:
     """Elements of a named state, read from and written to wherever their chunks rest. Not thread-safe; the step must be over."""
 
-    def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, deadline_s: float) -> None:
+    def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, deadline_s: float, rank: int = 0) -> None:
+        """`rank`: whose shards the store holds; elements outside of them are not read or written here."""
         self._units, self._store, self._deadline_s = units, store, deadline_s
-        self._chunks = {(unit.layout.index, f): flat.chunks(chunk_numel) for unit in units for f, flat in enumerate(unit.layout.flats)}
+        self._chunks = {
+            (unit.layout.index, f): [interval.shifted(flat.shard(rank).start) for interval in flat.chunks(chunk_numel)]
+            for unit in units
+            for f, flat in enumerate(unit.layout.flats)
+        }
+        """Where each chunk lies in its full flat buffer."""
         self._places = {
             slot.name: (unit.layout.index, f, flat, slot) for unit in units for f, flat in enumerate(unit.layout.flats) for slot in flat.slots
         }

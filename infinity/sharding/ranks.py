@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinity.errors import ClosedError, ConfigError, InfinityError, MoverError, RankError
+from infinity.errors import ClosedError, ConfigError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import SharedStore, Watch
@@ -47,8 +48,9 @@ _Operation = Callable[[], None]
 class RankWork(Work):
     """A collective that waits for its turn, or for other ranks."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, limit_s: float) -> None:
+        """`limit_s`: after which its end would have been told by the ranks' own timeout."""
+        self.name, self._limit_s = name, limit_s
         self._over = threading.Event()
         self._error: BaseException | None = None
 
@@ -59,8 +61,10 @@ class RankWork(Work):
             self._over.set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if not self._over.wait(timeout_s):
-            raise MoverError(f"{self.name} was not over after {timeout_s:g} s")
+        """Other ranks may take their time: no deadline of this machine's movers is shorter than the ranks' timeout."""
+        limit_s = max(timeout_s or 0.0, self._limit_s)
+        if not self._over.wait(limit_s):
+            raise MoverError(f"{self.name} was not over after {limit_s:g} s, and nobody said why")
         if self._error is not None:
             raise self._error
 
@@ -93,6 +97,8 @@ class Ranks:
     def __init__(self, *, timeout_s: float, timeline: Timeline, group: dist.ProcessGroup | None = None, store: SharedStore | None = None) -> None:
         """`group` None: a world of one. `store`: any that all ranks of the group share. Waits at most `timeout_s` for another rank."""
         self._group, self._timeout_s, self._timeline = group, timeout_s, timeline
+        self._limit_s = 3 * PATIENCE * timeout_s
+        """A collective may wait for one before it, and for itself."""
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self._begun = 0
@@ -113,7 +119,10 @@ class Ranks:
         own = full[_slice(self.shard(full.numel()))]
 
         def gather() -> None:
+            holders = _count_holders(full)
             _all_gather(full, own, group=self._group)
+            while _count_holders(full) > holders:  # the process group lets go of it a moment later, and the hooks count who holds a unit's memory
+                time.sleep(0)
 
         return self._ask(f"gather of {name}", full.nbytes, gather, after)
 
@@ -123,10 +132,10 @@ class Ranks:
 
         The other shards' contents are undefined then. Every rank divides before it adds, as DistributedDataParallel does.
         """
-        own = full[_slice(self.shard(full.numel()))]
         if self.world_size == 1:
-            then(own, members)
+            then(full, members)
             return COMPLETED
+        own = full[_slice(self.shard(full.numel()))]
 
         def reduce() -> None:
             present = self._union(members, count)
@@ -137,10 +146,13 @@ class Ranks:
         return self._ask(f"reduce of {name}", full.nbytes, reduce)
 
     def total(self, value: float, name: str) -> float:
-        """The sum over all ranks, in fp64, the same number on each. Waits."""
-        cell = torch.tensor([value], dtype=torch.float64)
-        self._ask(f"sum of {name}", cell.nbytes, lambda: dist.all_reduce(cell, group=self._group)).wait()
-        return float(cell.item())
+        """The sum over all ranks, in fp64 and in their order: the same number on each. Waits."""
+        cells = torch.zeros(self.world_size, dtype=torch.float64)
+        mine = torch.tensor([value], dtype=torch.float64)
+        if self.world_size == 1:
+            return value
+        self._ask(f"sum of {name}", cells.nbytes, lambda: _all_gather(cells, mine, group=self._group)).wait()
+        return float(sum(cells.tolist()))
 
     def everybodys(self, value: T, name: str) -> list[T]:
         """What each rank has under this name, by rank; anything that pickles. Waits."""
@@ -192,7 +204,7 @@ class Ranks:
     def _ask(self, name: str, nbytes: int, operation: _Operation, after: Sequence[Work] = ()) -> Work:
         if self.world_size == 1:
             return COMPLETED
-        work = RankWork(name)
+        work = RankWork(name, self._limit_s)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -202,29 +214,50 @@ class Ranks:
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
-            if not asked.work.is_completed():  # else a rank was lost before its turn
-                self._do(asked)
-
-    def _do(self, asked: _Asked) -> None:
-        """One collective. What goes wrong beside it, in what it waits for or leads to, is this rank's own error, and the others' loss."""
-        assert self._watch is not None
-        work, began = asked.work, time.monotonic()
-        self._begun += 1
-        self._watch.tell(self._begun, work.name)
-        try:
-            for motion in asked.after:
-                motion.wait()
-            with self._timeline.span(Lane.COMM, work.name, asked.nbytes):
-                asked.operation()
-        except InfinityError as error:
-            self._lose(error)
-        except Exception as error:
-            self._lose(self._blame(work, error, waited_s=time.monotonic() - began))
-        else:
-            self._watch.tell(self._begun, BETWEEN)
+            work = asked.work
+            if work.is_completed():  # a rank was lost before its turn
+                continue
+            error = self._do(asked)
+            del asked  # before anybody goes on: the hooks count who holds a unit's memory
+            if error is not None:
+                self._lose(error)
+                continue
             with self._lock:
                 self._waiting.pop(work, None)
             work.end()
+
+    def _do(self, asked: _Asked) -> InfinityError | None:
+        """One collective. What goes wrong beside it, in what it waits for or leads to, is this rank's own error, and the others' loss."""
+        assert self._watch is not None
+        name, began = asked.work.name, time.monotonic()
+        self._begun += 1
+        self._watch.tell(self._begun, name)
+        try:
+            for motion in asked.after:
+                motion.wait()
+            with self._timeline.span(Lane.COMM, name, asked.nbytes):
+                self._agree(name)
+                asked.operation()
+        except InfinityError as error:
+            return error
+        except Exception as error:
+            return self._blame(asked.work, error, waited_s=time.monotonic() - began)
+        self._watch.tell(self._begun, BETWEEN)
+        return None
+
+    def _agree(self, name: str) -> None:
+        """Raise TraceError, on all ranks, where they have come to different collectives: of gathers of equal size nobody else would notice."""
+        mine = torch.tensor([zlib.crc32(name.encode())])
+        everybodys = torch.empty(self.world_size, dtype=mine.dtype)
+        _all_gather(everybodys, mine, group=self._group)
+        if len(set(everybodys.tolist())) > 1:
+            names: list[Any] = [name] * self.world_size
+            dist.all_gather_object(names, name, group=self._group)
+            told = "; ".join(f"{other!r} on {_named(names, other)}" for other in _distinct(names))
+            raise TraceError(
+                f"the ranks took different ways through the model, and nothing more is updated. Collective number {self._begun} is {told}. "
+                "Let every rank call the same modules in the same order"
+            )
 
     def _blame(self, work: RankWork, cause: Exception, waited_s: float) -> InfinityError:
         """A collective failed here. A rank that is dead is soon missed by the watch; one that lives and is behind is known by its count."""
@@ -250,10 +283,15 @@ class Ranks:
             work.end(self._error)
 
 
-def join_ranks(device: torch.device, *, timeout_s: float, timeline: Timeline) -> Ranks:
+def ranks_here() -> int:
+    """How many ranks share this machine's memory, cores and disks: what torchrun says, 1 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def join_ranks(device: str, *, timeout_s: float, timeline: Timeline) -> Ranks:
     """The ranks that torchrun started, or those of the process group that the program has made; alone where there is neither.
 
-    Raises ConfigError where the process group cannot be made.
+    `device`: as configured, "auto" or a torch.device's name. Raises ConfigError where the process group cannot be made.
     """
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -265,15 +303,22 @@ def join_ranks(device: torch.device, *, timeout_s: float, timeline: Timeline) ->
     return Ranks(timeout_s=timeout_s, timeline=timeline, group=group, store=dist.distributed_c10d._get_default_store())
 
 
-def _make_group(device: torch.device, timeout_s: float) -> None:
+def _make_group(device: str, timeout_s: float) -> None:
     wanted = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     missing = [name for name, value in wanted.items() if value is None]
     if missing:
         raise ConfigError(f"WORLD_SIZE is {wanted['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the ranks with torchrun")
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+        uses_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+        dist.init_process_group("nccl" if uses_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
     except Exception as error:
         raise ConfigError(f"no process group of {wanted['WORLD_SIZE']} ranks at {wanted['MASTER_ADDR']}:{wanted['MASTER_PORT']}: {error}") from error
+
+
+def _count_holders(tensor: Tensor) -> int:
+    """How many tensors share the memory."""
+    holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return holders
 
 
 def _slice(run: Interval) -> slice:

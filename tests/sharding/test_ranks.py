@@ -16,11 +16,9 @@ from infinity.storage.work import COMPLETED
 from infinity.timeline import Timeline
 from tests.ranks import TIMEOUT_S, job, run_ranks
 
-CPU = torch.device("cpu")
-
 
 def ranks_of(timeout_s=30.0, timeline=None):
-    return join_ranks(CPU, timeout_s=timeout_s, timeline=timeline or Timeline())
+    return join_ranks("cpu", timeout_s=timeout_s, timeline=timeline or Timeline())
 
 
 def test_alone_nothing_moves():
@@ -129,8 +127,14 @@ def gather_until_lost(rank, world_size, lost, folder):
         ranks.gather(full, f"unit {count}").wait()
 
 
-@pytest.mark.parametrize(("world_size", "lost"), [(2, 1), (2, 0), (4, 2)])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "world_size", "lost"),
+    [
+        (signal.SIGKILL, 4, 2),
+        (signal.SIGSTOP, 2, 0),
+        *(pytest.param(how, n, lost, marks=pytest.mark.slow) for how in (signal.SIGKILL, signal.SIGSTOP) for n, lost in ((2, 1), (3, 0), (4, 3))),
+    ],
+)
 def test_a_rank_that_is_killed_or_stopped_is_named_by_the_others(tmp_path, world_size, lost, how):
     with job(gather_until_lost, world_size, lost, tmp_path, timeout_s=5 * TIMEOUT_S) as running:
         wait_until(lambda: len(list(tmp_path.iterdir())) == world_size)

@@ -1,0 +1,50 @@
+"""What the ranks of one job must have in common, looked at before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.sharding.layout import UnitLayout
+from infinity.sharding.ranks import Ranks
+
+
+def check_alike(ranks: Ranks, config: Config, layouts: Sequence[UnitLayout]) -> None:
+    """Raise ConfigError on all ranks, naming the first key of the configuration or the first parameter that differs between them."""
+    _check(ranks, dict(_keys(config.model_dump(mode="json"))), "the configuration", "Give every rank the same one")
+    _check(ranks, dict(_params(layouts)), "the model", "Build the same one on every rank")
+
+
+def check_alone(ranks: Ranks, what: str, is_left_out: bool = False) -> None:
+    """Raise ConfigError for what one process can do and several cannot yet."""
+    if ranks.world_size > 1 and not is_left_out:
+        raise ConfigError(f"{what} is not offered over {ranks.world_size} ranks yet: the run's own files are, with store.resume")
+
+
+def _check(ranks: Ranks, mine: Mapping[str, str], what: str, hint: str) -> None:
+    everybodys = ranks.everybodys(mine, what)
+    names = dict.fromkeys(name for values in everybodys for name in values)
+    for name in names:
+        values = [values.get(name, "nothing") for values in everybodys]
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            raise ConfigError(f"{what} differs between ranks: {name} is {values[0]} on rank 0 and {values[other]} on rank {other}. {hint}")
+
+
+def _keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, value)"""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", repr(value)
+
+
+def _params(layouts: Sequence[UnitLayout]) -> Iterator[tuple[str, str]]:
+    """(parameter, what it is laid out as), in the order of the layout."""
+    for layout in layouts:
+        for flat in layout.flats:
+            for slot in flat.slots:
+                yield slot.name, f"{flat.dtype} {list(slot.shape)}, {'trained' if flat.trainable else 'frozen'}, in unit {layout.name!r}"

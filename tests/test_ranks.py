@@ -1,0 +1,296 @@
+"""One model over several real processes: the same training as DistributedDataParallel's, wherever the states rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batches, tiny_gpt
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import infinity
+from infinity.errors import RankError
+from tests.ranks import TIMEOUT_S, job, run_ranks
+
+PLACEMENTS = {
+    "cpu": {"param": "cpu", "grad": "cpu", "optimizer": "cpu"},
+    "nvme": {"param": "nvme", "grad": "nvme", "optimizer": "nvme"},
+    "states on nvme": {"param": "cpu", "grad": "cpu", "optimizer": "nvme"},
+    "mixed": {},
+}
+STEPS, ACCUMULATION, MAX_NORM = 8, 2, 0.5
+
+
+def settings(folder, placement="cpu", **sections):
+    config = {
+        "device": "cpu",
+        "budgets": {"cpu": 1_400_000 if placement == "mixed" else "64MiB"},
+        "nvme": {"paths": [str(folder)], "deadline_s": 30.0},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "chunk_size": "8KiB", "max_grad_norm": MAX_NORM},
+        "store": {"resume": "never"},
+        "train": {"accumulation": ACCUMULATION},
+        "placement": PLACEMENTS[placement],
+        "zero": {"timeout_s": 60.0},
+    }
+    for name, keys in sections.items():
+        config[name] = {**config.get(name, {}), **keys}
+    return config
+
+
+class Primes(nn.Module):
+    """Sizes that no number of ranks divides, a parameter that is frozen, and one that the ranks use in turns."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(3))
+        self.frozen, self.sometimes = nn.Parameter(torch.randn(7), requires_grad=False), nn.Parameter(torch.randn(11))
+        self.head = nn.Linear(13, 1)
+
+    def forward(self, x, is_used):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        extra = self.sometimes.square().sum() if is_used else 0.0
+        return self.head(x).square().mean() + 1e-2 * self.frozen.sum() + extra
+
+
+def share(data, rank, world_size):
+    """A rank's micro-batches."""
+    return data[rank::world_size]
+
+
+def train(module, optimizer, step, calls):
+    """`calls`: per micro-step the arguments of the model."""
+    losses = []
+    for index, arguments in enumerate(calls):
+        loss = module(*arguments) / ACCUMULATION
+        loss.backward()
+        losses.append(loss.item())
+        if index % ACCUMULATION == ACCUMULATION - 1:
+            step()
+            optimizer.zero_grad()
+    return losses
+
+
+def plain(model, calls, **variant):
+    """DistributedDataParallel and torch's AdamW."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    module = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1, **variant)
+
+    def step():
+        torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
+        optimizer.step()
+
+    return train(module, optimizer, step, calls), {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def ours(model, calls, config):
+    with infinity.initialize(model, config) as engine:
+        losses = train(engine.model, engine.optimizer, engine.optimizer.step, calls)
+        with engine.gathered():
+            return losses, {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+
+
+def distance(a, b):
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def calls_of(kind, rank, world_size):
+    count = STEPS * ACCUMULATION * world_size
+    if kind is tiny_gpt:
+        return [(ids,) for ids in share(batches(count), rank, world_size)]
+    generator = torch.Generator().manual_seed(5)
+    return [(x, (index // 3) % 2 == rank % 2) for index, x in enumerate(share(torch.randn(count, 4, 13, generator=generator), rank, world_size))]
+
+
+def build(kind):
+    return tiny_gpt(recompute=True) if kind is tiny_gpt else kind()
+
+
+def compare(rank, world_size, kind, folder):
+    """Per placement: (losses, distance to torch's fused AdamW), and the distance between torch's own variants."""
+    calls = calls_of(kind, rank, world_size)
+    losses, fused = plain(build(kind), calls, fused=True)
+    _, loop = plain(build(kind), calls, foreach=False)
+    found = {}
+    for placement in PLACEMENTS:
+        (folder / placement).mkdir(exist_ok=True)
+        mine, values = ours(build(kind), calls, settings(folder / placement, placement))
+        found[placement] = mine, distance(values, fused), {name: value.numpy() for name, value in values.items()}
+    return losses, distance(fused, loop), found
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        (tiny_gpt, 2),
+        (Primes, 3),
+        pytest.param(tiny_gpt, 3, marks=SLOW),
+        pytest.param(tiny_gpt, 4, marks=SLOW),
+        pytest.param(Primes, 2, marks=SLOW),
+        pytest.param(Primes, 4, marks=SLOW),
+    ],
+)
+def test_training_is_as_close_to_torch_as_torchs_own_variants_and_placements_are_bit_equal(tmp_path, kind, world_size):
+    results = run_ranks(compare, world_size, kind, tmp_path)
+    first = results[0][2]["cpu"][2]
+    for losses, apart, found in results:
+        for placement, (mine, far, values) in found.items():
+            assert far <= 3 * apart + 1e-7, placement
+            assert mine == pytest.approx(losses, rel=1e-5), placement
+            assert all((values[name] == first[name]).all() for name in first), f"{placement}: as on rank 0, all in CPU memory"
+
+
+def differ(rank, world_size, folder, what):
+    if what == "path":
+        folder = folder if rank == 0 else folder / "missing"
+    config = settings(folder, optimizer={"lr": 1e-3 * (1 + rank) if what == "config" else 1e-3})
+    infinity.initialize(tiny_gpt(layers=4 + (rank if what == "model" else 0)), config)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("config", ["ConfigError: the configuration differs between ranks: optimizer.lr is 0.001 on rank 0 and 0.002 on rank 1"] * 2),
+        ("model", ["ConfigError: the model differs between ranks: blocks.4.norm1.weight is nothing on rank 0 and torch.float32"] * 2),
+        ("path", ["RankError: preparing the run failed on rank 1, of 1 that failed: ConfigError: nvme.paths: ", "ConfigError: nvme.paths: "]),
+    ],
+)
+def test_what_differs_between_ranks_is_named_on_all_of_them_before_anything_is_written(tmp_path, what, told):
+    with job(differ, 2, tmp_path, what) as running:
+        found = [running.outcome(rank).error for rank in range(2)]
+    assert all(error.startswith(start) for error, start in zip(found, told, strict=True)), found
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+class EitherWay(nn.Module):
+    """Two units of one size, used in an order that follows the data."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, is_left_first):
+        for layer in (self.left, self.right) if is_left_first else (self.right, self.left):
+            x = layer(x)
+        return x.square().mean()
+
+
+def take_other_ways(rank, world_size, folder):
+    with infinity.initialize(EitherWay(), settings(folder, units={"threshold": 1000})) as engine:
+        try:
+            for step in range(3):
+                engine.model(torch.ones(2, 64), rank == 0 or step < 2).backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+        finally:
+            assert engine.global_step == 2
+
+
+def test_ranks_that_take_different_ways_update_nothing(tmp_path):
+    with job(take_other_ways, 2, tmp_path) as running:
+        told = [running.outcome(rank).error for rank in range(2)]
+    assert len(set(told)) == 1 and told[0].startswith("TraceError: the ranks took different ways through the model, and nothing more is updated")
+    assert "on rank 0; '" in told[0] and "on rank 1. Let every rank" in told[0]
+
+
+class Stops(nn.Module):
+    """A model that waits where it is told to, on one rank, until somebody kills the process."""
+
+    def __init__(self, place, folder, is_the_one):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.place, self.folder, self.is_the_one, self.steps = place, folder, is_the_one, 0
+
+    def wait_at(self, place):
+        if self.steps == 2 and self.place == place:
+            time.sleep(TIMEOUT_S / 2)  # beats tell of it
+            (self.folder / f"{os.getpid()}.there").touch()
+            if self.is_the_one:
+                time.sleep(3600)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        self.wait_at("forward")
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: self.wait_at("backward"))
+        return self.second(hidden).square().mean()
+
+
+def train_until_lost(rank, world_size, lost, place, folder):
+    model = Stops(place, folder, rank == lost)
+    config = settings(folder, "nvme", zero={"timeout_s": TIMEOUT_S}, units={"threshold": 1000}, optimizer={"chunk_size": "8KiB"})
+    with infinity.initialize(model, config) as engine:
+        for step in range(1000):
+            model.steps = step
+            for _ in range(ACCUMULATION):
+                engine.model(torch.ones(4, 64)).backward()
+            model.wait_at("step")
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("place", "world_size"), [("backward", 2), *(pytest.param(place, n, marks=SLOW) for place in ("forward", "step") for n in (2, 4))]
+)
+def test_when_a_rank_is_killed_the_others_name_it(tmp_path, world_size, place):
+    check_loss(tmp_path, world_size, place, signal.SIGKILL)
+
+
+def test_when_a_rank_is_stopped_the_others_name_it(tmp_path):
+    check_loss(tmp_path, 3, "backward", signal.SIGSTOP)
+
+
+def check_loss(folder, world_size, place, how):
+    lost = world_size - 1
+    with job(train_until_lost, world_size, lost, place, folder, timeout_s=2 * TIMEOUT_S) as running:
+        deadline = time.monotonic() + 60
+        while not (folder / f"{running.processes[lost].pid}.there").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(running.processes[lost].pid, how)
+        killed = time.monotonic()
+        told = [running.outcome(rank).error for rank in range(world_size) if rank != lost]
+        assert time.monotonic() - killed < 4 * TIMEOUT_S
+    assert all(error.startswith(f"{RankError.__name__}: rank {lost} has not been heard of for") for error in told), told
+
+
+def go_on(rank, world_size, folder, steps):
+    """Losses of some steps of the run in `folder`, which is published at the end."""
+    config = settings(folder, "nvme", store={"resume": "auto", "run": "long"})
+    with infinity.initialize(tiny_gpt(), config) as engine:
+        begun = engine.global_step
+        calls = calls_of(tiny_gpt, rank, world_size)[begun * ACCUMULATION : (begun + steps) * ACCUMULATION]
+        losses = train(engine.model, engine.optimizer, engine.optimizer.step, calls)
+        assert engine.global_step == begun + steps and (engine.rank, engine.world_size) == (rank, world_size)
+    dist.barrier()
+    return losses
+
+
+def test_a_run_that_was_closed_goes_on_to_the_digit(tmp_path):
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = run_ranks(go_on, 2, tmp_path / "whole", 4)
+    parts = [run_ranks(go_on, 2, tmp_path / "parts", 2) for _ in range(2)]
+    assert whole == [first + second for first, second in zip(*parts, strict=True)]
+
+
+def save(rank, world_size, folder):
+    with infinity.initialize(tiny_gpt(), settings(folder)) as engine:
+        engine.save(folder / "checkpoint")
+
+
+def test_what_ranks_cannot_do_yet_is_refused_in_words(tmp_path):
+    with job(save, 2, tmp_path) as running:
+        told = [running.outcome(rank).error for rank in range(2)]
+    assert all(error.startswith("ConfigError: engine.save is not offered over 2 ranks yet") for error in told)
