@@ -1,0 +1,29 @@
+"""The example of several processes runs under torchrun, learns, and goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(folder, steps):
+    """Losses by step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / "ranks.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(folder), str(steps)], capture_output=True, text=True, timeout=180, env=environment)
+    assert done.returncode == 0, done.stderr
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
+
+
+def test_two_ranks_learn_and_go_on(tmp_path):
+    first = run(tmp_path, 6)
+    assert list(first) == [1, 2, 3, 4, 5, 6] and first[6] < first[1]
+    second = run(tmp_path, 3)
+    assert list(second) == [7, 8, 9] and second[9] < first[1]
+    shards = {path.name for path in tmp_path.rglob("*.safetensors")}
+    assert {name.replace("-r0-", "-r1-") for name in shards if "-r0-" in name} == {name for name in shards if "-r1-" in name} != set()
