@@ -265,6 +265,32 @@ def check_loss(folder, world_size, place, how):
     assert all(error.startswith(f"{RankError.__name__}: rank {lost} has not been heard of for") for error in told), told
 
 
+class Fails(nn.Module):
+    def __init__(self, fails):
+        super().__init__()
+        self.linear, self.fails = nn.Linear(8, 8), fails
+
+    def forward(self, x, step):
+        if self.fails and step == 1:
+            raise ValueError("a bad batch")
+        return self.linear(x).square().mean()
+
+
+def train_until_one_fails(rank, world_size, folder):
+    with infinity.initialize(Fails(rank == 1), settings(folder)) as engine:
+        for step in range(3):
+            engine.model(torch.ones(2, 8), step).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+
+def test_an_error_in_one_ranks_program_ends_the_others_long_before_the_timeout(tmp_path):
+    with job(train_until_one_fails, 3, tmp_path) as running:
+        found = [running.outcome(rank, within_s=30.0) for rank in range(3)]
+    assert found[1].error == "ValueError: a bad batch"
+    assert all(found[rank].error.startswith("RankError: rank 1 has ended, after") for rank in (0, 2)), found
+
+
 def go_on(rank, world_size, folder, steps):
     """Losses of some steps of the run in `folder`, which is published at the end."""
     config = settings(folder, "nvme", store={"resume": "auto", "run": "long"})

@@ -119,9 +119,10 @@ class Ranks:
         own = full[_slice(self.shard(full.numel()))]
 
         def gather() -> None:
-            holders = _count_holders(full)
+            holders, began = _count_holders(full), time.monotonic()
             _all_gather(full, own, group=self._group)
-            while _count_holders(full) > holders:  # the process group lets go of it a moment later, and the hooks count who holds a unit's memory
+            # the process group lets go of it a moment later, and the hooks count who holds a unit's memory
+            while _count_holders(full) > holders and time.monotonic() - began < self._timeout_s:
                 time.sleep(0)
 
         return self._ask(f"gather of {name}", full.nbytes, gather, after)
@@ -147,10 +148,9 @@ class Ranks:
 
     def total(self, value: float, name: str) -> float:
         """The sum over all ranks, in fp64 and in their order: the same number on each. Waits."""
-        cells = torch.zeros(self.world_size, dtype=torch.float64)
-        mine = torch.tensor([value], dtype=torch.float64)
         if self.world_size == 1:
             return value
+        cells, mine = torch.zeros(self.world_size, dtype=torch.float64), torch.tensor([value], dtype=torch.float64)
         self._ask(f"sum of {name}", cells.nbytes, lambda: _all_gather(cells, mine, group=self._group)).wait()
         return float(sum(cells.tolist()))
 

@@ -96,11 +96,16 @@ class Watch:
         """Raise RankError for a rank whose beat stands still."""
         now = time.monotonic()
         for other, beat in self._read_all().items():
+            begun, activity = _read(beat)
+            if activity == _LEFT and begun < self._begun:
+                raise RankError(
+                    f"rank {other} has ended, after {begun} collectives, and this one waits for it in number {self._begun}: {self._activity}. "
+                    "Look at its log, then start the job again"
+                )
             peer = self._peers.get(other)
             if peer is None or beat != peer.beat:
                 self._peers[other] = _Peer(beat, now)
-            elif now - peer.heard_at > self._timeout_s and _read(beat)[1] != _LEFT:
-                begun, activity = _read(beat)
+            elif now - peer.heard_at > self._timeout_s and activity != _LEFT:
                 raise RankError(
                     f"rank {other} has not been heard of for {now - peer.heard_at:.0f} s: it was killed, or stopped. Its last word, after "
                     f"{begun} collectives (here {self._begun}): {activity}. Look at its log, then start the job again"
