@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import infinity
 from infinity.errors import RankError
+from infinity.kinds import Lane, Tier
+from infinity.sharding.stages import STAGES, state_bytes
 from tests.ranks import TIMEOUT_S, job, run_ranks
 
 PLACEMENTS = {
@@ -148,6 +150,32 @@ def test_training_is_as_close_to_torch_as_torchs_own_variants_and_placements_are
             assert far <= 3 * apart + 1e-7, placement
             assert mine == pytest.approx(losses, rel=1e-5), placement
             assert all((values[name] == first[name]).all() for name in first), f"{placement}: as on rank 0, all in CPU memory"
+
+
+def weigh(rank, world_size, folder):
+    """(elements, bytes at rest by the plan, bytes in this rank's files, elements that passed in a step)"""
+    model = tiny_gpt(dim=128, layers=4)
+    elements = sum(p.numel() for p in model.parameters())
+    config = settings(folder, "nvme", precision={"dtype": "bf16"}, train={"accumulation": 1}, optimizer={"chunk_size": "64KiB"})
+    with infinity.initialize(model, config) as engine:
+        calls = calls_of(tiny_gpt, rank, world_size)
+        for step in range(3):
+            before = engine.timeline.moved_bytes()[Lane.COMM]
+            engine.model(*calls[step]).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        passed = (engine.timeline.moved_bytes()[Lane.COMM] - before) / 2
+        files = sum(path.stat().st_size for path in folder.rglob(f"*-r{rank}-*.safetensors"))
+        return elements, engine.plan.resting(Tier.NVME), files, passed
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=SLOW)])
+def test_states_and_traffic_are_what_the_table_of_stages_says(tmp_path, world_size):
+    for elements, resting, files, passed in run_ranks(weigh, world_size, tmp_path):
+        share = state_bytes(elements, STAGES[3], world_size)
+        assert share <= resting < 1.05 * share, "padding apart"
+        assert resting <= files, "and headers; a file takes half a MiB at least"
+        assert passed < 1.05 * STAGES[3].passes * elements
 
 
 def differ(rank, world_size, folder, what):
