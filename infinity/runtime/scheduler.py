@@ -331,8 +331,11 @@ class Scheduler:
         return self._within_step(self._trace.visit(index, self._prefetch_units))
 
     def _comes_soon(self, index: int) -> bool:
-        """Whether a unit that has been used is about to be used again, as the last ones of a forward are."""
-        return index in self._within_step(self._trace.next_after(self._trace.position, self._prefetch_units))
+        """Whether a unit that has been used is about to be used again, as the last ones of a forward are.
+
+        Over ranks none is kept: who holds views of its buffers, and for how long, is not the same everywhere.
+        """
+        return self._is_alone and index in self._within_step(self._trace.next_after(self._trace.position, self._prefetch_units))
 
     def _within_step(self, ahead: list[int]) -> list[int]:
         """Nothing past the end of the step: the update would make it stale."""

@@ -117,15 +117,7 @@ class Ranks:
     def gather(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
         """All-gather in place: `full` [world_size x n] holds this rank's shard once `after` is over, and everybody's once the work is."""
         own = full[_slice(self.shard(full.numel()))]
-
-        def gather() -> None:
-            holders, began = _count_holders(full), time.monotonic()
-            _all_gather(full, own, group=self._group)
-            # the process group lets go of it a moment later, and the hooks count who holds a unit's memory
-            while _count_holders(full) > holders and time.monotonic() - began < self._timeout_s:
-                time.sleep(0)
-
-        return self._ask(f"gather of {name}", full.nbytes, gather, after)
+        return self._ask(f"gather of {name}", full.nbytes, lambda: _all_gather(full, own, group=self._group), after)
 
     def reduce(self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced) -> Work:
         """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [world_size x n], and who of `count` members
@@ -218,7 +210,7 @@ class Ranks:
             if work.is_completed():  # a rank was lost before its turn
                 continue
             error = self._do(asked)
-            del asked  # before anybody goes on: the hooks count who holds a unit's memory
+            del asked  # the tensors are whose they were
             if error is not None:
                 self._lose(error)
                 continue
@@ -313,12 +305,6 @@ def _make_group(device: str, timeout_s: float) -> None:
         dist.init_process_group("nccl" if uses_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
     except Exception as error:
         raise ConfigError(f"no process group of {wanted['WORLD_SIZE']} ranks at {wanted['MASTER_ADDR']}:{wanted['MASTER_PORT']}: {error}") from error
-
-
-def _count_holders(tensor: Tensor) -> int:
-    """How many tensors share the memory."""
-    holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return holders
 
 
 def _slice(run: Interval) -> slice:
