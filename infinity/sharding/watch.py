@@ -32,6 +32,8 @@ class _Peer:
     beat: bytes
     heard_at: float
     """time.monotonic() when its beat last changed."""
+    has_lived: bool
+    """It was heard of alive: else its beat may be the last one of an engine before this."""
 
 
 class Watch:
@@ -97,14 +99,15 @@ class Watch:
         now = time.monotonic()
         for other, beat in self._read_all().items():
             begun, activity = _read(beat)
-            if activity == _LEFT and begun < self._begun:
+            peer = self._peers.setdefault(other, _Peer(beat, now, has_lived=False))
+            peer.has_lived |= activity != _LEFT
+            if activity == _LEFT and peer.has_lived and begun < self._begun:
                 raise RankError(
                     f"rank {other} has ended, after {begun} collectives, and this one waits for it in number {self._begun}: {self._activity}. "
                     "Look at its log, then start the job again"
                 )
-            peer = self._peers.get(other)
-            if peer is None or beat != peer.beat:
-                self._peers[other] = _Peer(beat, now)
+            if beat != peer.beat:
+                peer.beat, peer.heard_at = beat, now
             elif now - peer.heard_at > self._timeout_s and activity != _LEFT:
                 raise RankError(
                     f"rank {other} has not been heard of for {now - peer.heard_at:.0f} s: it was killed, or stopped. Its last word, after "
