@@ -59,7 +59,7 @@ class Watch:
 
     def laggard(self) -> tuple[int, str] | None:
         """Of the other ranks, the one that had begun the fewest collectives when last heard of, if fewer than this one; and what it was at."""
-        behind = [(*_read(peer.beat), other) for other, peer in self._peers.items()]
+        behind = [(*_read(peer.beat), other) for other, peer in list(self._peers.items())]
         begun, activity, rank = min(behind, default=(self._begun, "", -1))
         return (rank, activity) if begun < self._begun else None
 
