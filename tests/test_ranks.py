@@ -348,3 +348,56 @@ def test_what_ranks_cannot_do_yet_is_refused_in_words(tmp_path):
     with job(save, 2, tmp_path) as running:
         told = [running.outcome(rank).error for rank in range(2)]
     assert all(error.startswith("ConfigError: engine.save is not offered over 2 ranks yet") for error in told)
+
+
+class TwoFlats(nn.Module):
+    """A unit of two dtypes; which of its gradients comes first differs between ranks."""
+
+    def __init__(self, is_other_way):
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear, self.scale, self.is_other_way = nn.Linear(16, 16), nn.Parameter(torch.ones(16)), is_other_way
+
+    def forward(self, x):
+        hidden = x * self.scale.to(x.dtype) if self.is_other_way else x
+        hidden = self.linear(hidden)
+        return (hidden if self.is_other_way else hidden * self.scale.to(hidden.dtype)).float().square().mean()
+
+
+def train_beside(rank, world_size, folder):
+    """Two engines in turns, and collectives of the program's own, whenever it likes."""
+    x = torch.ones(2, 16, dtype=torch.bfloat16)
+    config = settings(folder, precision={"dtype": "bf16", "keep_fp32": ["scale"]})
+    with infinity.initialize(TwoFlats(rank == 1), config) as one, infinity.initialize(TwoFlats(rank == 0), {**config, "store": {"run": "b"}}) as two:
+        for _ in range(4):
+            for engine in (one, two):
+                engine.model(x).backward()
+                engine.optimizer.step()
+                mine = torch.tensor(float(rank))
+                dist.all_reduce(mine)
+                engine.optimizer.zero_grad()
+                assert mine.item() == sum(range(world_size))
+        return one.global_step, two.global_step
+
+
+def test_units_of_two_dtypes_two_engines_and_the_programs_own_collectives(tmp_path):
+    assert run_ranks(train_beside, 2, tmp_path) == [(4, 4)] * 2
+
+
+def break_a_file(rank, world_size, folder):
+    with infinity.initialize(tiny_gpt(), settings(folder, "nvme")) as engine:
+        for step, call in enumerate(calls_of(tiny_gpt, rank, world_size)):
+            if step == 2 and rank == 1:
+                for path in folder.rglob("*-param-r1-*.safetensors"):
+                    os.truncate(path, 4096)
+            engine.model(*call).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+
+def test_what_one_rank_cannot_read_is_told_to_all_at_once(tmp_path):
+    with job(break_a_file, 2, tmp_path) as running:
+        found = [running.outcome(rank, within_s=40.0) for rank in range(2)]
+    assert found[1].error.startswith("StorageError"), found
+    assert found[0].error.startswith("RankError: rank 1 ended, after") and "StorageError" not in found[0].error[:40], found
+    assert "Input/output error" in found[0].error or "bytes wanted" in found[0].error

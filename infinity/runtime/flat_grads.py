@@ -86,8 +86,8 @@ class FlatGrads:
 
     def hand_down(self) -> None:
         """Pass on what has arrived, zeros elsewhere. What comes later goes into a fresh buffer."""
-        while self._filling:
-            index, filling = self._filling.popitem()
+        for index in sorted(self._filling):  # not as they began, which may differ between ranks
+            filling = self._filling.pop(index)
             layout, flat = self._unit.layout.flats[index], filling.flat
             filling.settle()
             is_full = len(filling.present) == len(layout.slots)

@@ -208,7 +208,7 @@ class Scheduler:
                 self._wait_for_grads(nbytes, unit.name)
         arrive = partial(self._movers.grads.arrive, unit.layout.index, flat, on_release=partial(self._grad_budget.give, nbytes))
         try:
-            work = self._movers.ranks.reduce(grad, present, len(unit.layout.flats[flat].slots), unit.name, arrive)
+            work = self._movers.ranks.reduce(grad, present, len(unit.layout.flats[flat].slots), _flat_name(unit.name, flat), arrive)
         except BaseException:
             self._grad_budget.give(nbytes)  # it was not taken over
             raise
@@ -520,9 +520,9 @@ class Scheduler:
                 for key, interval in flat.chunks:
                     self._start(fetch, key, _bytes_of(target, interval))
         if not self._is_alone:
-            for target in fetch.borrowed:
+            for f, target in enumerate(fetch.borrowed):
                 fetch.expect(1)
-                fetch.started(self._movers.ranks.gather(target, resting.name, after=fetch.begun()))
+                fetch.started(self._movers.ranks.gather(target, _flat_name(resting.name, f), after=fetch.begun()))
         fetch.started()
 
     def _start(self, fetch: Fetch, key: ChunkKey, target: Tensor) -> None:
@@ -541,6 +541,11 @@ class Scheduler:
         """A unit's buffer, counted already; what is idle beside it stays within the budget."""
         with self._changed:
             return self._buffers.take(numel, dtype, max(0, self._budget_bytes - self._used_bytes))
+
+
+def _flat_name(unit: str, flat: int) -> str:
+    """What ranks compare: flats of one unit may be equally large."""
+    return f"{unit}, flat {flat}" if flat else unit
 
 
 def _bytes_of(flat: Tensor, interval: Interval) -> Tensor:

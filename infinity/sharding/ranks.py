@@ -24,7 +24,7 @@ from torch import Tensor
 from infinity.errors import ClosedError, ConfigError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
 from infinity.sharding.layout import Interval
-from infinity.sharding.watch import SharedStore, Watch
+from infinity.sharding.watch import FAILED, Watch
 from infinity.storage.work import COMPLETED, Work
 from infinity.timeline import Timeline
 
@@ -94,7 +94,7 @@ class Ranks:
     crosswise. Tensors belong to the collective until its work is over. After a RankError every further call raises the same error.
     """
 
-    def __init__(self, *, timeout_s: float, timeline: Timeline, group: dist.ProcessGroup | None = None, store: SharedStore | None = None) -> None:
+    def __init__(self, *, timeout_s: float, timeline: Timeline, group: dist.ProcessGroup | None = None, store: Any = None) -> None:
         """`group` None: a world of one. `store`: any that all ranks of the group share. Waits at most `timeout_s` for another rank."""
         self._group, self._timeout_s, self._timeline = group, timeout_s, timeline
         self._limit_s = 3 * PATIENCE * timeout_s
@@ -108,7 +108,8 @@ class Ranks:
         self._lock = threading.Lock()
         self._watch: Watch | None = None
         if group is not None and store is not None and self.world_size > 1:
-            self._watch = Watch(store, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s, on_loss=self._lose)
+            beats = dist.PrefixStore(f"infinity/{group.group_name}", store)  # type: ignore[attr-defined]
+            self._watch = Watch(beats, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s, on_loss=self._lose)
             self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
             self._thread.start()
 
@@ -266,7 +267,7 @@ class Ranks:
     def _lose(self, error: InfinityError) -> None:
         """Whoever waits raises it, now and from now on."""
         if self._watch is not None:
-            self._watch.tell(self._begun, f"an error: {error}")
+            self._watch.tell(self._begun, f"{FAILED}{error}")
         with self._lock:
             self._error = self._error or error
             works = list(self._waiting)
@@ -289,9 +290,10 @@ def join_ranks(device: str, *, timeout_s: float, timeline: Timeline) -> Ranks:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return Ranks(timeout_s=timeout_s, timeline=timeline)
         _make_group(device, timeout_s)
-    group = dist.group.WORLD
-    if group is None or dist.get_world_size() == 1:
+    if dist.get_world_size() == 1:
         return Ranks(timeout_s=timeout_s, timeline=timeline)
+    # a group of the engine's own: the program's collectives come from other threads, and would come in between
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return Ranks(timeout_s=timeout_s, timeline=timeline, group=group, store=dist.distributed_c10d._get_default_store())
 
 

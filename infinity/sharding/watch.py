@@ -17,6 +17,9 @@ _BEATS_PER_TIMEOUT = 8
 _LEFT = "left"
 """What a rank writes that ends in order."""
 
+FAILED = "an error: "
+"""How the last word of a rank begins that ends otherwise."""
+
 
 class SharedStore(Protocol):
     """What is used of torch.distributed's stores."""
@@ -69,7 +72,8 @@ class Watch:
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():  # the store's host does not answer
             return
-        self._activity = _LEFT
+        if not self._activity.startswith(FAILED):
+            self._activity = _LEFT
         try:
             self._beat()
         except Exception:
@@ -101,6 +105,8 @@ class Watch:
             begun, activity = _read(beat)
             peer = self._peers.setdefault(other, _Peer(beat, now, has_lived=False))
             peer.has_lived |= activity != _LEFT
+            if activity.startswith(FAILED):
+                raise RankError(f"rank {other} ended, after {begun} collectives (here {self._begun}), with {activity}")
             if activity == _LEFT and peer.has_lived and begun < self._begun:
                 raise RankError(
                     f"rank {other} has ended, after {begun} collectives, and this one waits for it in number {self._begun}: {self._activity}. "
@@ -116,7 +122,7 @@ class Watch:
 
 
 def _key(rank: int) -> str:
-    return f"infinity/beat/{rank}"
+    return f"beat/{rank}"
 
 
 def _read(beat: bytes) -> tuple[int, str]:
