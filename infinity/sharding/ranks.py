@@ -40,6 +40,9 @@ BETWEEN = "between two collectives"
 PATIENCE = 1.25
 """Timeouts after which the watch has missed a rank that is dead: one, and the beats around it."""
 
+_COLLECTIVE = 2
+"""Timeouts after which a collective gives up: by then the watch has named who is dead, also where others have waited for it before it died."""
+
 T = TypeVar("T")
 Reduced = Callable[[Tensor, frozenset[int]], None]
 _Operation = Callable[[], None]
@@ -97,8 +100,8 @@ class Ranks:
     def __init__(self, *, timeout_s: float, timeline: Timeline, group: dist.ProcessGroup | None = None, store: Any = None) -> None:
         """`group` None: a world of one. `store`: any that all ranks of the group share. Waits at most `timeout_s` for another rank."""
         self._group, self._timeout_s, self._timeline = group, timeout_s, timeline
-        self._limit_s = 3 * PATIENCE * timeout_s
-        """A collective may wait for one before it, and for itself."""
+        self._limit_s = 3 * _COLLECTIVE * timeout_s
+        """A collective may wait for one before it, and for itself, and then for whom to blame."""
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self._begun = 0
@@ -293,7 +296,7 @@ def join_ranks(device: str, *, timeout_s: float, timeline: Timeline) -> Ranks:
     if dist.get_world_size() == 1:
         return Ranks(timeout_s=timeout_s, timeline=timeline)
     # a group of the engine's own: the program's collectives come from other threads, and would come in between
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_COLLECTIVE * timeout_s))
     return Ranks(timeout_s=timeout_s, timeline=timeline, group=group, store=dist.distributed_c10d._get_default_store())
 
 

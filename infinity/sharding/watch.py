@@ -17,6 +17,9 @@ _BEATS_PER_TIMEOUT = 8
 _LEFT = "left"
 """What a rank writes that ends in order."""
 
+_RANK = "rank "
+"""How every error begins that names a rank."""
+
 FAILED = "an error: "
 """How the last word of a rank begins that ends otherwise."""
 
@@ -35,8 +38,6 @@ class _Peer:
     beat: bytes
     heard_at: float
     """time.monotonic() when its beat last changed."""
-    has_lived: bool
-    """It was heard of alive: else its beat may be the last one of an engine before this."""
 
 
 class Watch:
@@ -103,20 +104,20 @@ class Watch:
         now = time.monotonic()
         for other, beat in self._read_all().items():
             begun, activity = _read(beat)
-            peer = self._peers.setdefault(other, _Peer(beat, now, has_lived=False))
-            peer.has_lived |= activity != _LEFT
+            peer = self._peers.setdefault(other, _Peer(beat, now))
             if activity.startswith(FAILED):
-                raise RankError(f"rank {other} ended, after {begun} collectives (here {self._begun}), with {activity}")
-            if activity == _LEFT and peer.has_lived and begun < self._begun:
+                told = activity.removeprefix(FAILED)  # where it misses a rank itself, that one is the news
+                raise RankError(told if told.startswith(_RANK) else f"{_RANK}{other} ended, after {begun} collectives, with {activity}")
+            if activity == _LEFT and begun < self._begun:
                 raise RankError(
-                    f"rank {other} has ended, after {begun} collectives, and this one waits for it in number {self._begun}: {self._activity}. "
+                    f"{_RANK}{other} has ended, after {begun} collectives, and this one waits for it in number {self._begun}: {self._activity}. "
                     "Look at its log, then start the job again"
                 )
             if beat != peer.beat:
                 peer.beat, peer.heard_at = beat, now
             elif now - peer.heard_at > self._timeout_s and activity != _LEFT:
                 raise RankError(
-                    f"rank {other} has not been heard of for {now - peer.heard_at:.0f} s: it was killed, or stopped. Its last word, after "
+                    f"{_RANK}{other} has not been heard of for {now - peer.heard_at:.0f} s: it was killed, or stopped. Its last word, after "
                     f"{begun} collectives (here {self._begun}): {activity}. Look at its log, then start the job again"
                 )
 
