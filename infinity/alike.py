@@ -7,14 +7,22 @@ from typing import Any
 
 from infinity.config import Config
 from infinity.errors import ConfigError
+from infinity.kinds import Tier
+from infinity.planner.plan import Plan
+from infinity.planner.working import LIVE
 from infinity.sharding.layout import UnitLayout
 from infinity.sharding.ranks import Ranks
 
 
-def check_alike(ranks: Ranks, config: Config, layouts: Sequence[UnitLayout]) -> None:
-    """Raise ConfigError on all ranks, naming the first key of the configuration or the first parameter that differs between them."""
+def check_alike(ranks: Ranks, config: Config, layouts: Sequence[UnitLayout], plan: Plan) -> None:
+    """Raise ConfigError on all ranks, naming the first key of the configuration, or parameter, or figure of the plan that differs between them."""
     _check(ranks, dict(_keys(config.model_dump(mode="json"))), "the configuration", "Give every rank the same one")
     _check(ranks, dict(_params(layouts)), "the model", "Build the same one on every rank")
+    ranks.check_same(
+        (plan.prefetch_units, plan.working_bytes(Tier.CPU, LIVE), plan.chunk_numel),
+        "how far to run ahead, in units, bytes and elements of a chunk,",
+        'With "auto" it follows from each machine\'s memory: set prefetch.units and budgets.cpu',
+    )
 
 
 def check_alone(ranks: Ranks, what: str, is_left_out: bool = False) -> None:

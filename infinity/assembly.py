@@ -103,13 +103,7 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         with ranks.all_or_none("preparing the run"):
             check_alone(ranks, "starting from a checkpoint", checkpoint_directory is None)
             prepared = prepare(model, config, param_groups, pool, ranks, goes_on=checkpoint_directory is None)
-        check_alike(ranks, config, [unit.layout for unit in prepared.units])
-        plan = prepared.plan
-        ranks.check_same(
-            (plan.prefetch_units, plan.working_bytes(Tier.CPU, LIVE), plan.chunk_numel),
-            "how far to run ahead, in units, bytes and elements of a chunk,",
-            'With "auto" it follows from each machine\'s memory: set prefetch.units and budgets.cpu',
-        )
+        check_alike(ranks, config, [unit.layout for unit in prepared.units], prepared.plan)
         if checkpoint_directory is not None:
             _make_way(prepared, checkpoint_directory)
         with ranks.all_or_none("opening the run's files"):
