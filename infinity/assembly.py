@@ -30,6 +30,7 @@ from infinity.run_state import check_fits
 from infinity.runtime.adopt import Adoption, OnRead, checksum
 from infinity.runtime.arguments import move_arguments
 from infinity.runtime.compute_clock import ComputeClock
+from infinity.runtime.descent import Descent
 from infinity.runtime.hooks import Hooks
 from infinity.runtime.scheduler import Movers, Scheduler
 from infinity.runtime.states import States, named_states
@@ -261,14 +262,25 @@ def _make_scheduler(prepared: Prepared, kept: Kept, update: Update, closers: Exi
     """What moves units, within the shares of the budget that the plan set aside."""
     plan, device = prepared.plan, prepared.device
     compute = Tier.HBM if device.type == "cuda" else Tier.CPU
+    clock = ComputeClock(kept.timeline, device)
+    descent = Descent(
+        update.grads,
+        prepared.ranks,
+        kept.store,
+        kept.pools.pinned,
+        clock,
+        device,
+        budget_bytes=plan.working_bytes(compute, ON_THEIR_WAY),
+        deadline_s=prepared.config.nvme.deadline_s,
+    )
     movers = Movers(
         store=kept.store,
         copies=kept.copies,
         slabs=kept.pools.pinned,
         staging=_staging(plan, kept.pools),
-        grads=update.grads,
+        descent=descent,
         states=kept.states,
-        clock=ComputeClock(kept.timeline, device),
+        clock=clock,
         ranks=prepared.ranks,
     )
     scheduler = Scheduler(
@@ -278,7 +290,6 @@ def _make_scheduler(prepared: Prepared, kept: Kept, update: Update, closers: Exi
         chunk_numel=plan.chunk_numel,
         budget_bytes=plan.working_bytes(compute, LIVE),
         spare_bytes=plan.spare_bytes(compute),
-        grad_bytes=plan.working_bytes(compute, ON_THEIR_WAY),
         prefetch_units=plan.prefetch_units,
         deadline_s=prepared.config.nvme.deadline_s,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infinity.kinds import Group, Tier
 from infinity.runtime.units import Unit
-from infinity.sharding.layout import FlatLayout, Interval
+from infinity.sharding.layout import FlatLayout, Interval, UnitLayout
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.slabs import footprint
 from infinity.storage.store import Store
@@ -35,7 +35,7 @@ class RestingFlat:
 class RestingUnit:
     """All flat buffers of a unit."""
 
-    name: str
+    layout: UnitLayout
     flats: Sequence[RestingFlat]
     visit_bytes: int
     """Of the buffers that a visit takes on the compute device: what is not used in place."""
@@ -44,6 +44,10 @@ class RestingUnit:
     is_near: bool
     """Everything rests in HBM, or in pinned memory beside it: to start a visit is to queue copies."""
 
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
 
 def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: int, rank: int) -> RestingUnit:
     """What the store, which has been built or reopened, holds of the unit: this rank's shards."""
@@ -51,7 +55,7 @@ def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: in
     away = [flat.layout for flat in flats if not flat.is_in_place]
     cut = [store.tier(key) for flat in flats if flat.whole is None for key, _ in flat.chunks]
     return RestingUnit(
-        name=unit.name,
+        layout=unit.layout,
         flats=flats,
         visit_bytes=sum(footprint(layout.nbytes, device) for layout in away),
         is_split=Tier.HBM in cut,

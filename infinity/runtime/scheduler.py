@@ -11,17 +11,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from infinity.errors import CapacityError, ClosedError, InfinityError, MoverError
-from infinity.kinds import Group, Lane, Tier
-from infinity.optim.grads import Grads
+from infinity.kinds import Lane, Tier
 from infinity.runtime.buffers import Buffers
 from infinity.runtime.collector import Collector
 from infinity.runtime.compute_clock import ComputeClock
+from infinity.runtime.descent import Descent
 from infinity.runtime.fetches import Fetch, Retired
 from infinity.runtime.resting import resting_unit
 from infinity.runtime.states import States
@@ -31,13 +30,11 @@ from infinity.runtime.uploader import Uploader
 from infinity.sharding.layout import Interval
 from infinity.sharding.ranks import Ranks
 from infinity.sizes import format_bytes
-from infinity.storage.budget import Budget
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
-from infinity.storage.slabs import SlabPool, footprint
+from infinity.storage.slabs import SlabPool
 from infinity.storage.store import Store
-from infinity.storage.work import Work
 
 EVENT_POLL_S = 0.0005
 """How often the mover looks whether a buffer that it needs back is not in use any more."""
@@ -52,7 +49,7 @@ class Movers:
     slabs: SlabPool
     staging: Reserve | None
     """Pinned buffers of one parameter chunk each; None on a CPU device, where reads land in the unit's own buffer."""
-    grads: Grads
+    descent: Descent
     states: States
     clock: ComputeClock
     ranks: Ranks
@@ -70,7 +67,6 @@ class Scheduler:
         chunk_numel: int,
         budget_bytes: int,
         spare_bytes: int,
-        grad_bytes: int,
         prefetch_units: int,
         deadline_s: float,
     ) -> None:
@@ -78,12 +74,8 @@ class Scheduler:
         self._budget_bytes, self._prefetch_units, self._deadline_s = budget_bytes, prefetch_units, deadline_s
         self._spare_bytes = spare_bytes
         self._is_overdrawn = False
-        self._grad_budget = Budget(Tier.HBM if self._cuda else Tier.CPU, grad_bytes)
-        self._grad_lane = Lane.NVME_WRITE if movers.store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
         self._is_alone = movers.ranks.world_size == 1
         self._resting = {unit.layout.index: resting_unit(unit, movers.store, device, chunk_numel, movers.ranks.rank) for unit in units}
-        self._reducing: list[Work] = []
-        """Gradients on their way to the ranks that keep them."""
         self._trace = Trace()
         self._collector = Collector()
         self._fetches: dict[int, Fetch] = {}
@@ -121,9 +113,7 @@ class Scheduler:
 
     def backward_ends(self) -> None:
         self._movers.clock.end()
-        reducing, self._reducing = self._reducing, []
-        for work in reducing:
-            work.wait()  # from here on all ranks know the same gradients
+        self._movers.descent.end()
 
     def fetch(self, unit: Unit) -> list[Tensor]:
         """The unit's full flat buffers, usable by the current stream. Blocks; counts as a stall where it has to wait."""
@@ -191,41 +181,16 @@ class Scheduler:
 
     def grad_buffer(self, unit: Unit, flat: int) -> Tensor:
         """A fresh buffer for a full flat gradient on the compute device, contents undefined."""
-        rest = self._movers.grads.in_place(unit.layout.index, flat) if self._is_alone else None
-        if rest is not None:
-            return rest
-        layout = unit.layout.flats[flat]
-        if self._cuda:
-            return torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
-        return self._movers.slabs.take(layout.nbytes).view(layout.dtype)
+        return self._movers.descent.buffer(unit, flat)
 
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
         """A full flat gradient goes to rest; ownership passes. Waits only while too many others are still on their way."""
-        nbytes = footprint(grad.nbytes, self._device)
-        self._movers.grads.let_go()
-        if not self._grad_budget.try_take(nbytes):
-            with self._movers.clock.waiting(self._grad_lane, unit.name):
-                self._wait_for_grads(nbytes, unit.name)
-        arrive = partial(self._movers.grads.arrive, unit.layout.index, flat, on_release=partial(self._grad_budget.give, nbytes))
-        try:
-            work = self._movers.ranks.reduce(grad, present, len(unit.layout.flats[flat].slots), _flat_name(unit.name, flat), arrive)
-        except BaseException:
-            self._grad_budget.give(nbytes)  # it was not taken over
-            raise
-        if not self._is_alone:
-            self._reducing.append(work)
-
-    def _wait_for_grads(self, nbytes: int, name: str) -> None:
-        """Take `nbytes` of what gradients on their way may hold."""
-        while self._movers.grads.land_oldest():
-            if self._grad_budget.try_take(nbytes):
-                return
-        self._grad_budget.take(nbytes, f"the gradient of {name}", self._deadline_s)
+        self._movers.descent.reduce(unit, flat, grad, present)
 
     def drop_grads(self) -> None:
         """Forget every gradient that came down since the last step."""
         self._collector.resume()
-        self._movers.grads.clear()
+        self._movers.descent.drop()
 
     def commit(self, unit: Unit, flats: Sequence[Tensor]) -> None:
         """Changed values go back to where the unit rests."""
@@ -522,7 +487,7 @@ class Scheduler:
         if not self._is_alone:
             for f, target in enumerate(fetch.borrowed):
                 fetch.expect(1)
-                fetch.started(self._movers.ranks.gather(target, _flat_name(resting.name, f), after=fetch.begun()))
+                fetch.started(self._movers.ranks.gather(target, resting.layout.flat_name(f), after=fetch.begun()))
         fetch.started()
 
     def _start(self, fetch: Fetch, key: ChunkKey, target: Tensor) -> None:
@@ -541,11 +506,6 @@ class Scheduler:
         """A unit's buffer, counted already; what is idle beside it stays within the budget."""
         with self._changed:
             return self._buffers.take(numel, dtype, max(0, self._budget_bytes - self._used_bytes))
-
-
-def _flat_name(unit: str, flat: int) -> str:
-    """What ranks compare: flats of one unit may be equally large."""
-    return f"{unit}, flat {flat}" if flat else unit
 
 
 def _bytes_of(flat: Tensor, interval: Interval) -> Tensor:

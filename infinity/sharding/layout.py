@@ -122,6 +122,10 @@ class UnitLayout:
     def nbytes(self) -> int:
         return sum(flat.nbytes for flat in self.flats)
 
+    def flat_name(self, flat: int) -> str:
+        """What ranks compare: flat buffers of one unit may be equally large."""
+        return f"{self.name}, flat {flat}" if flat else self.name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:

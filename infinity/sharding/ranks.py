@@ -100,10 +100,10 @@ class Ranks:
     def __init__(self, *, timeout_s: float, timeline: Timeline, group: dist.ProcessGroup | None = None, store: Any = None) -> None:
         """`group` None: a world of one. `store`: any that all ranks of the group share. Waits at most `timeout_s` for another rank."""
         self._group, self._timeout_s, self._timeline = group, timeout_s, timeline
-        self._limit_s = 3 * _COLLECTIVE * timeout_s
-        """A collective may wait for one before it, and for itself, and then for whom to blame."""
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.limit_s = 3 * _COLLECTIVE * timeout_s if self.world_size > 1 else 0.0
+        """Seconds that a collective may take, from asking: it may wait for one before it, and for itself, and then for whom to blame."""
         self._begun = 0
         self._error: InfinityError | None = None
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
@@ -200,7 +200,7 @@ class Ranks:
     def _ask(self, name: str, nbytes: int, operation: _Operation, after: Sequence[Work] = ()) -> Work:
         if self.world_size == 1:
             return COMPLETED
-        work = RankWork(name, self._limit_s)
+        work = RankWork(name, self.limit_s)
         with self._lock:
             if self._error is not None:
                 raise self._error

@@ -1,0 +1,87 @@
+"""Gradients on their way from the hooks to the ranks that keep them, and to rest, within one byte budget."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from infinity.kinds import Group, Lane, Tier
+from infinity.optim.grads import Grads
+from infinity.runtime.compute_clock import ComputeClock
+from infinity.runtime.units import Unit
+from infinity.sharding.ranks import Ranks
+from infinity.storage.budget import Budget
+from infinity.storage.slabs import SlabPool, footprint
+from infinity.storage.store import Store
+from infinity.storage.work import COMPLETED, Work
+
+
+class Descent:
+    """Flat gradients of a backward pass: each is filled by the hooks, reduced over the ranks, and handed to `Grads`.
+
+    Asked by the autograd thread, which waits only while too many gradients are still on their way.
+    """
+
+    def __init__(
+        self,
+        grads: Grads,
+        ranks: Ranks,
+        store: Store,
+        slabs: SlabPool,
+        clock: ComputeClock,
+        device: torch.device,
+        *,
+        budget_bytes: int,
+        deadline_s: float,
+    ) -> None:
+        self._grads, self._ranks, self._slabs, self._clock, self._device = grads, ranks, slabs, clock, device
+        self._budget = Budget(Tier.HBM if device.type == "cuda" else Tier.CPU, budget_bytes)
+        self._lane = Lane.NVME_WRITE if store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
+        self._deadline_s = max(deadline_s, ranks.limit_s)
+        self._reducing: list[Work] = []
+        """Collectives of this pass."""
+
+    def buffer(self, unit: Unit, flat: int) -> Tensor:
+        """A fresh buffer for a full flat gradient on the compute device, contents undefined."""
+        rest = self._grads.in_place(unit.layout.index, flat) if self._ranks.world_size == 1 else None
+        if rest is not None:
+            return rest
+        layout = unit.layout.flats[flat]
+        if self._device.type == "cuda":
+            return torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
+        return self._slabs.take(layout.nbytes).view(layout.dtype)
+
+    def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
+        """A full flat gradient goes to rest; ownership passes."""
+        nbytes = footprint(grad.nbytes, self._device)
+        self._grads.let_go()
+        if not self._budget.try_take(nbytes):
+            with self._clock.waiting(self._lane, unit.name):
+                self._wait_for_room(nbytes, unit.name)
+        arrive = partial(self._grads.arrive, unit.layout.index, flat, on_release=partial(self._budget.give, nbytes))
+        try:
+            work = self._ranks.reduce(grad, present, len(unit.layout.flats[flat].slots), unit.layout.flat_name(flat), arrive)
+        except BaseException:
+            self._budget.give(nbytes)  # it was not taken over
+            raise
+        if work is not COMPLETED:
+            self._reducing.append(work)
+
+    def _wait_for_room(self, nbytes: int, name: str) -> None:
+        """Take `nbytes` of what gradients on their way may hold."""
+        while self._grads.land_oldest():
+            if self._budget.try_take(nbytes):
+                return
+        self._budget.take(nbytes, f"the gradient of {name}", self._deadline_s)
+
+    def end(self) -> None:
+        """The pass is over: from here on all ranks know the same gradients."""
+        reducing, self._reducing = self._reducing, []
+        for work in reducing:
+            work.wait()
+
+    def drop(self) -> None:
+        """Forget every gradient that came down since the last step."""
+        self._grads.clear()
