@@ -19,6 +19,7 @@ from infinity.errors import ConfigError
 from infinity.kinds import Group, Tier
 from infinity.optim.adamw import CpuKernel, GpuKernel
 from infinity.optim.chunks import trainable_chunks
+from infinity.optim.exchange import Exchange
 from infinity.optim.grads import Grads
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredAdamW, names_of
@@ -64,6 +65,7 @@ class Update:
     """What turns gradients into new parameters."""
 
     grads: Grads
+    exchange: Exchange
     pipeline: Pipeline
     optimizer: TieredAdamW
     loss_scale: LossScale | None
@@ -85,6 +87,7 @@ class Parts:
     states: States
     pipeline: Pipeline
     grads: Grads
+    exchange: Exchange
     optimizer: TieredAdamW
     loss_scale: LossScale | None
     scheduler: Scheduler
@@ -133,6 +136,7 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             states=kept.states,
             pipeline=update.pipeline,
             grads=update.grads,
+            exchange=update.exchange,
             optimizer=update.optimizer,
             loss_scale=update.loss_scale,
             scheduler=scheduler,
@@ -185,7 +189,7 @@ def _open_run(prepared: Prepared, timeline: Timeline, closers: ExitStack) -> Kep
     )
     closers.callback(store.close)
     resumed = _open_store(store, plan, prepared.units, config)
-    states = States(prepared.units, store, pools.plain, chunk_numel=plan.chunk_numel, deadline_s=config.nvme.deadline_s, rank=rank)
+    states = States(prepared.units, store, pools.plain, chunk_numel=plan.chunk_numel, deadline_s=config.nvme.deadline_s, share=prepared.share)
     closers.callback(states.close)
     return Kept(timeline=timeline, pools=pools, copies=copies, store=store, states=states, resumed=resumed)
 
@@ -200,7 +204,7 @@ def _fill(prepared: Prepared, kept: Kept) -> None:
             chunk_numel=prepared.plan.chunk_numel,
             room_bytes=prepared.plan.working_bytes(Tier.CPU),
             on_read=_on_read(prepared),
-            rank=prepared.ranks.rank,
+            share=prepared.share,
         )
         with adoption:
             for unit in prepared.units:
@@ -217,10 +221,10 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
     """Gradients, the step, and the optimizer that users hold."""
     config, device, deadline_s = prepared.config, prepared.device, prepared.config.nvme.deadline_s
     grad_dtype = torch.float32 if config.train.accumulation > 1 else None
-    ranks, layouts = prepared.ranks, [unit.layout for unit in prepared.units]
-    chunks = trainable_chunks(layouts, prepared.plan.chunk_numel, grad_dtype=grad_dtype, rank=ranks.rank)
+    ranks, share, layouts = prepared.ranks, prepared.share, [unit.layout for unit in prepared.units]
+    of_group = partial(trainable_chunks, layouts, prepared.plan.chunk_numel, grad_dtype=grad_dtype, share=share)
     grads = Grads(
-        chunks,
+        of_group(group=Group.GRAD),
         store=kept.store,
         copies=kept.copies,
         pool=prepared.pool,
@@ -229,11 +233,22 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         device=device,
         deadline_s=deadline_s,
         busy_paths=prepared.plan.busy_paths,
-        total=lambda sumsq: ranks.total(sumsq, "the squares of the gradients"),
+        total=(lambda sumsq: ranks.total(sumsq, "the squares of the gradients")) if share.is_sharded(Group.OPTIMIZER) else float,
     )
     closers.callback(grads.close)
+    exchange = Exchange(
+        layouts,
+        of_group(group=Group.GRAD),
+        share=share,
+        chunk_numel=prepared.plan.chunk_numel,
+        store=kept.store,
+        ranks=ranks,
+        slabs=kept.pools.plain,
+        deadline_s=deadline_s,
+    )
+    closers.callback(exchange.close)
     pipeline = Pipeline(
-        chunks,
+        of_group(group=Group.OPTIMIZER),
         store=kept.store,
         copies=kept.copies,
         cpu_kernel=CpuKernel(prepared.pool),
@@ -251,11 +266,12 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         addresses=addresses_of(prepared.units),
         grads=grads,
         pipeline=pipeline,
+        exchange=exchange,
         loss_scale=loss_scale,
         max_grad_norm=config.optimizer.max_grad_norm,
         **defaults(config),
     )
-    return Update(grads=grads, pipeline=pipeline, optimizer=optimizer, loss_scale=loss_scale)
+    return Update(grads=grads, exchange=exchange, pipeline=pipeline, optimizer=optimizer, loss_scale=loss_scale)
 
 
 def _make_scheduler(prepared: Prepared, kept: Kept, update: Update, closers: ExitStack) -> Scheduler:
@@ -266,6 +282,7 @@ def _make_scheduler(prepared: Prepared, kept: Kept, update: Update, closers: Exi
     descent = Descent(
         update.grads,
         prepared.ranks,
+        prepared.share,
         kept.store,
         kept.pools.pinned,
         clock,
@@ -282,6 +299,7 @@ def _make_scheduler(prepared: Prepared, kept: Kept, update: Update, closers: Exi
         states=kept.states,
         clock=clock,
         ranks=prepared.ranks,
+        share=prepared.share,
     )
     scheduler = Scheduler(
         prepared.units,
@@ -333,7 +351,7 @@ def _identity(prepared: Prepared) -> dict[str, str]:
     config, world_size = prepared.config, prepared.ranks.world_size
     identity = {"optimizer": "adamw", "precision": config.precision.dtype}
     if world_size > 1:
-        identity["ranks"] = str(world_size)
+        identity["ranks"] = f"{world_size}, zero.stage {config.zero.stage}"
     if config.nvme.paths and config.store.resume != "never":
         identity["initial weights"] = checksum(prepared.units, _on_read(prepared))
     return identity

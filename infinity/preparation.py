@@ -31,6 +31,8 @@ from infinity.runtime.hooks import check_params
 from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
 from infinity.runtime.units import Cast, Unit, find_units, make_units
 from infinity.sharding.ranks import Ranks, ranks_here
+from infinity.sharding.share import ALONE, Share
+from infinity.sharding.stages import STAGES
 from infinity.sizes import format_bytes
 from infinity.storage import probe
 from infinity.storage.rundir import find_manifest, run_directory, run_files
@@ -51,6 +53,7 @@ class Prepared:
     config: Config
     device: torch.device
     ranks: Ranks
+    share: Share
     paths: list[NvmePath]
     pool: native.ThreadPool
     hardware: Hardware
@@ -74,11 +77,13 @@ def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool
     units = units_of(module, config, make_cast(config, module), ranks.world_size)
     groups = checked_groups(group_params(module, param_groups), addresses_of(units), **defaults(config))
     check_params(units)
-    plan = plan_units(units, config, hardware, paths, before, goes_on=goes_on, rank=ranks.rank)
+    share = Share(STAGES[config.zero.stage], ranks.rank, ranks.world_size)
+    plan = plan_units(units, config, hardware, paths, before, goes_on=goes_on, share=share)
     return Prepared(
         config=config,
         device=device,
         ranks=ranks,
+        share=share,
         paths=paths,
         pool=pool,
         hardware=hardware,
@@ -208,10 +213,17 @@ def addresses_of(units: Sequence[Unit]) -> dict[Tensor, Address]:
 
 
 def plan_units(
-    units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int], *, goes_on: bool, rank: int = 0
+    units: Sequence[Unit],
+    config: Config,
+    hardware: Hardware,
+    paths: Sequence[NvmePath],
+    before: dict[Tier, int],
+    *,
+    goes_on: bool,
+    share: Share = ALONE,
 ) -> Plan:
     """The plan for these units on this machine; `goes_on`: a published run keeps its chunks. Raises CapacityError or ConfigError."""
-    plan = place_units(units, config, hardware, paths, before, goes_on=goes_on, rank=rank)
+    plan = place_units(units, config, hardware, paths, before, goes_on=goes_on, share=share)
     if not plan.resting(Tier.NVME):
         return plan
     measured = [path.known_rates() for path in paths]
@@ -220,13 +232,20 @@ def plan_units(
 
 
 def place_units(
-    units: Sequence[Unit], config: Config, hardware: Hardware, paths: Sequence[NvmePath], before: dict[Tier, int], *, goes_on: bool, rank: int = 0
+    units: Sequence[Unit],
+    config: Config,
+    hardware: Hardware,
+    paths: Sequence[NvmePath],
+    before: dict[Tier, int],
+    *,
+    goes_on: bool,
+    share: Share = ALONE,
 ) -> Plan:
     """As `plan_units`, with the rates of the paths unknown: nothing is measured and nothing written."""
     placement = config.placement
     for key, reason in idle_keys(config, hardware.device):
         logger.warning("%s has no effect: %s", key, reason)
-    kept = _published_chunk_numel(config, paths, rank) if goes_on else None
+    kept = _published_chunk_numel(config, paths, share.rank) if goes_on else None
     wish = Wish(
         hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
         cpu_limit=None if config.budgets.cpu == "auto" else int(config.budgets.cpu),
@@ -249,6 +268,7 @@ def place_units(
         rates=rates,
         around=_around(units),
         num_paths=len(paths),
+        share=share,
     )
     if plan.resting(Tier.NVME):
         if not paths:

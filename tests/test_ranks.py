@@ -115,16 +115,27 @@ def build(kind):
     return tiny_gpt(recompute=True) if kind is tiny_gpt else kind()
 
 
-def compare(rank, world_size, kind, folder):
-    """Per placement: (losses, distance to torch's fused AdamW), and the distance between torch's own variants."""
+WAYS = [(3, placement) for placement in PLACEMENTS] + [(2, "mixed"), (2, "nvme"), (1, "cpu"), (1, "nvme"), (0, "mixed"), (0, "states on nvme")]
+"""(stage, placement): every stage where all rests in memory, and where the exchange around the update needs buffers."""
+
+EVERY_WAY = [(stage, placement) for stage in (3, 2, 1, 0) for placement in PLACEMENTS]
+
+
+def adds_first(way):
+    """Whether micro-steps are added up before the ranks' sum, or after: the order of a sum shows in its last bits."""
+    return way[0] < 2
+
+
+def compare(rank, world_size, kind, folder, ways):
+    """Per way: (losses, distance to torch's fused AdamW, values), and the distance between torch's own variants."""
     calls = calls_of(kind, rank, world_size)
     losses, fused = plain(build(kind), calls, fused=True)
     _, loop = plain(build(kind), calls, foreach=False)
     found = {}
-    for placement in PLACEMENTS:
-        (folder / placement).mkdir(exist_ok=True)
-        mine, values = ours(build(kind), calls, settings(folder / placement, placement))
-        found[placement] = mine, distance(values, fused), {name: value.numpy() for name, value in values.items()}
+    for stage, placement in ways:
+        (folder / f"{stage} {placement}").mkdir(exist_ok=True)
+        mine, values = ours(build(kind), calls, settings(folder / f"{stage} {placement}", placement, zero={"stage": stage}))
+        found[stage, placement] = mine, distance(values, fused), {name: value.numpy() for name, value in values.items()}
     return losses, distance(fused, loop), found
 
 
@@ -132,50 +143,51 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size"),
-    [
-        (tiny_gpt, 2),
-        (Primes, 3),
-        pytest.param(tiny_gpt, 3, marks=SLOW),
-        pytest.param(tiny_gpt, 4, marks=SLOW),
-        pytest.param(Primes, 2, marks=SLOW),
-        pytest.param(Primes, 4, marks=SLOW),
-    ],
+    ("kind", "world_size", "ways"),
+    [(tiny_gpt, 2, WAYS), (Primes, 3, WAYS), *(pytest.param(kind, n, EVERY_WAY, marks=SLOW) for kind in (tiny_gpt, Primes) for n in (2, 3, 4))],
 )
-def test_training_is_as_close_to_torch_as_torchs_own_variants_and_placements_are_bit_equal(tmp_path, kind, world_size):
-    results = run_ranks(compare, world_size, kind, tmp_path)
-    first = results[0][2]["cpu"][2]
+def test_training_is_as_close_to_torch_as_torchs_own_variants_and_placements_are_bit_equal(tmp_path, kind, world_size, ways):
+    results = run_ranks(compare, world_size, kind, tmp_path, ways)
     for losses, apart, found in results:
-        for placement, (mine, far, values) in found.items():
-            assert far <= 3 * apart + 1e-7, placement
-            assert mine == pytest.approx(losses, rel=1e-5), placement
-            assert all((values[name] == first[name]).all() for name in first), f"{placement}: as on rank 0, all in CPU memory"
+        for way, (mine, far, values) in found.items():
+            assert far <= 3 * apart + 1e-7, way
+            assert mine == pytest.approx(losses, rel=1e-5), way
+            first = next(other[2] for other_way, other in results[0][2].items() if adds_first(other_way) == adds_first(way))
+            assert all((values[name] == first[name]).all() for name in first), way
 
 
 def weigh(rank, world_size, folder):
-    """(elements, bytes at rest by the plan, bytes in this rank's files, elements that passed in a step)"""
-    model = tiny_gpt(dim=128, layers=4)
-    elements = sum(p.numel() for p in model.parameters())
-    config = settings(folder, "nvme", precision={"dtype": "bf16"}, train={"accumulation": 1}, optimizer={"chunk_size": "64KiB"})
-    with infinity.initialize(model, config) as engine:
-        calls = calls_of(tiny_gpt, rank, world_size)
-        for step in range(3):
-            before = engine.timeline.moved_bytes()[Lane.COMM]
-            engine.model(*calls[step]).backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-        passed = (engine.timeline.moved_bytes()[Lane.COMM] - before) / 2
-        files = sum(path.stat().st_size for path in folder.rglob(f"*-r{rank}-*.safetensors"))
-        return elements, engine.plan.resting(Tier.NVME), files, passed
+    """(elements, by stage: bytes at rest by the plan, bytes in this rank's files, elements that pass in a step, the values)"""
+    elements, found = sum(p.numel() for p in tiny_gpt(dim=128, layers=4).parameters()), {}
+    for stage in STAGES:
+        passed = []
+        for steps in (1, 2):
+            run = {"store": {"resume": "never", "run": f"{stage.number}-{steps}"}, "zero": {"stage": stage.number}, "train": {"accumulation": 1}}
+            config = settings(folder, "nvme", precision={"dtype": "bf16"}, optimizer={"chunk_size": "64KiB"}, **run)
+            with infinity.initialize(tiny_gpt(dim=128, layers=4), config) as engine:
+                for call in calls_of(tiny_gpt, rank, world_size)[:steps]:
+                    engine.model(*call).backward()
+                    engine.optimizer.step()
+                    engine.optimizer.zero_grad()
+                with engine.gathered():
+                    values = torch.cat([p.detach().flatten() for p in engine.model.parameters()])
+                files = sum(path.stat().st_size for path in folder.rglob(f"{run['store']['run']}/*-r{rank}-*.safetensors"))
+            passed.append(engine.timeline.moved_bytes()[Lane.COMM])  # closed: what is fetched ahead at the end is the same for both
+        found[stage.number] = engine.plan.resting(Tier.NVME), files, (passed[1] - passed[0]) / 2, values.float().numpy()
+    return elements, found
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=SLOW)])
-def test_states_and_traffic_are_what_the_table_of_stages_says(tmp_path, world_size):
-    for elements, resting, files, passed in run_ranks(weigh, world_size, tmp_path):
-        share = state_bytes(elements, STAGES[3], world_size)
-        assert share <= resting < 1.05 * share, "padding apart"
-        assert resting <= files, "and headers; a file takes half a MiB at least"
-        assert passed < 1.05 * STAGES[3].passes * elements
+def test_states_and_traffic_are_what_the_table_of_stages_says_and_one_micro_step_gives_equal_bits(tmp_path, world_size):
+    results = run_ranks(weigh, world_size, tmp_path)
+    for elements, found in results:
+        for stage in STAGES:
+            resting, files, passed, values = found[stage.number]
+            share = state_bytes(elements, stage, world_size)
+            assert share <= resting < 1.05 * share, "padding apart"
+            assert resting <= files, "and headers; a file takes half a MiB at least"
+            assert passed < 1.05 * stage.passes * elements
+            assert (values == results[0][1][0][3]).all(), "one sum over ranks, in one order, whatever is sharded"
 
 
 def differ(rank, world_size, folder, what):

@@ -202,7 +202,11 @@ class Optimizer(Section):
 
 
 class Zero(Section):
-    """Training over several processes (ranks), started by torchrun: every parameter, gradient and state is sharded over all of them."""
+    """Training over several processes (ranks), started by torchrun."""
+
+    stage: Annotated[Whole, Field(ge=0, le=3)] = 3
+    """What is sharded over the ranks, so that each keeps 1/N of it: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too. Each stage
+    takes less memory; 3 moves half as much again between ranks as the others. Without effect in one process."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Seconds that ranks wait for each other. One that has died, or stopped, for so long ends the others with an error that names it.

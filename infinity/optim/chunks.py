@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from infinity.kinds import Group
 from infinity.native import AdamSegment
 from infinity.sharding.layout import FlatLayout, Interval, UnitLayout
+from infinity.sharding.share import ALONE, Share
 from infinity.storage.chunks import ChunkKey
 
 FlatKey = tuple[int, int]
@@ -47,13 +48,15 @@ Rules = Mapping[FlatKey, Mapping[int, Rule]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A run of one rank's shard that is read, updated and written in one go."""
+    """A run of a flat buffer that is read, updated and written in one go."""
 
     unit: int
     flat: int
     index: int
     interval: Interval
-    """Elements of the shard: [start, stop)."""
+    """Where it lies in the full flat buffer."""
+    shard: int
+    """In which rank's part of it."""
     dtype: torch.dtype
     """Of the parameter, and of a gradient when it arrives."""
     grad_dtype: torch.dtype
@@ -75,30 +78,48 @@ class Chunk:
     def key(self, group: Group) -> ChunkKey:
         return ChunkKey(self.unit, self.flat, group, self.index)
 
+    def of(self, run: torch.Tensor, start: int) -> torch.Tensor:
+        """This chunk's elements of a run of the flat buffer that begins at its element `start`."""
+        return run[self.interval.start - start : self.interval.stop - start]
+
     def meets(self, slots: frozenset[int]) -> bool:
         """Whether a parameter of `slots` has elements here."""
         return any(slot in slots for slot, _ in self.pieces)
 
 
-def trainable_chunks(units: Sequence[UnitLayout], chunk_numel: int, *, grad_dtype: torch.dtype | None = None, rank: int = 0) -> tuple[Chunk, ...]:
-    """Every chunk of `rank`'s trainable shards, in forward order: unit by unit, flat by flat.
+def trainable_chunks(
+    units: Sequence[UnitLayout],
+    chunk_numel: int,
+    *,
+    grad_dtype: torch.dtype | None = None,
+    share: Share = ALONE,
+    group: Group = Group.OPTIMIZER,
+) -> tuple[Chunk, ...]:
+    """Every chunk of which `share` keeps the states of `group`, in forward order: unit by unit, flat by flat.
 
     Gradients rest in `grad_dtype`, fp32 where micro-steps are added up; None is the flat's own dtype.
     """
     return tuple(
-        chunk
+        _chunk(unit.index, flat_index, flat, index, interval, grad_dtype or flat.dtype)
         for unit in units
         for flat_index, flat in enumerate(unit.flats)
         if flat.trainable
-        for chunk in _flat_chunks(unit.index, flat_index, flat, chunk_numel, grad_dtype or flat.dtype, rank)
+        for index, interval in share.chunks(flat, group, chunk_numel)
     )
 
 
-def _flat_chunks(unit: int, flat_index: int, flat: FlatLayout, chunk_numel: int, grad_dtype: torch.dtype, rank: int) -> Iterator[Chunk]:
-    shard_start = flat.shard(rank).start
-    for index, interval in enumerate(flat.chunks(chunk_numel)):
-        pieces = tuple(flat.pieces(interval.shifted(shard_start)))
-        yield Chunk(unit=unit, flat=flat_index, index=index, interval=interval, dtype=flat.dtype, grad_dtype=grad_dtype, pieces=pieces)
+def _chunk(unit: int, flat_index: int, flat: FlatLayout, index: int, interval: Interval, grad_dtype: torch.dtype) -> Chunk:
+    pieces = tuple(flat.pieces(interval))
+    return Chunk(
+        unit=unit,
+        flat=flat_index,
+        index=index,
+        interval=interval,
+        shard=interval.start // flat.shard_numel,
+        dtype=flat.dtype,
+        grad_dtype=grad_dtype,
+        pieces=pieces,
+    )
 
 
 def segments(chunk: Chunk, rules: Mapping[int, Rule]) -> list[AdamSegment]:

@@ -37,7 +37,7 @@ class Move:
 
     chunk: Chunk
     source: Tensor | None
-    """[chunk.numel] of chunk.dtype on the compute device; dropped once it has landed."""
+    """[chunk.numel] of chunk.dtype or, reduced after it was added up, chunk.grad_dtype, on the compute device; dropped once it has landed."""
     ready: torch.cuda.Event | None
     """When the stream that computed `source` had it done; None on a CPU compute device."""
     is_first: bool
@@ -54,7 +54,9 @@ class Arrival:
 
     chunks: tuple[Chunk, ...]
     rest: Tensor
-    """[flat numel] of the gradient's dtype, in CPU memory."""
+    """Of the gradient's dtype, in CPU memory."""
+    start: int
+    """Where `rest` begins in the full flat buffer."""
     arrived: Work
     landed: Callable[[], None]
 
@@ -205,8 +207,10 @@ class GradMover:
         chunk = move.chunk
         move.guard.wait()
         total, total_loan, fetched = self._begin_total(move)
-        if move.is_first and chunk.grad_dtype == chunk.dtype:
-            return _Landing(move, total, None, total_loan, None, self._copies.download(move.source, total, after=move.ready))
+        if move.is_first and chunk.grad_dtype == move.source.dtype:
+            is_there = move.source.data_ptr() == total.data_ptr()
+            arrived = COMPLETED if is_there else self._copies.download(move.source, total, after=move.ready)
+            return _Landing(move, total, None, total_loan, None, arrived)
         if not self._is_cuda:
             return _Landing(move, total, move.source, total_loan, None, fetched)
         addend_loan = self._addends.take()
@@ -237,7 +241,7 @@ class GradMover:
         arrival.arrived.wait()
         arrival.landed()
         with self._timeline.span(Lane.ADAM, "gradient norm", arrival.rest.nbytes):
-            return {chunk: native.sum_of_squares(self._pool, arrival.rest[chunk.interval.start : chunk.interval.stop]) for chunk in arrival.chunks}
+            return {chunk: native.sum_of_squares(self._pool, chunk.of(arrival.rest, arrival.start)) for chunk in arrival.chunks}
 
     def _land(self, landing: _Landing) -> dict[Chunk, float]:
         """Add up, and write the sum to where it rests."""

@@ -15,6 +15,7 @@ from infinity.kinds import Group, Tier
 from infinity.optim.chunks import Chunk, FlatKey
 from infinity.optim.grad_mover import Arrival, GradMover, Move, typed
 from infinity.optim.promise import Promise
+from infinity.sharding.layout import Interval
 from infinity.storage.copies import Copies
 from infinity.storage.slabs import SlabPool
 from infinity.storage.store import Store
@@ -33,6 +34,10 @@ class GradSet:
     def done(self, chunk: Chunk, after: Work = COMPLETED) -> None:
         """The chunk's gradient is not read any more once `after` is over."""
         self._guards[chunk].keep(after)
+
+    def holds(self, chunk: Chunk) -> bool:
+        """Whether anything arrived for the chunk."""
+        return chunk in self._guards
 
     def keep_only(self, chunks: Iterable[Chunk]) -> None:
         """The others are not read."""
@@ -113,9 +118,12 @@ class Grads:
         """CPU memory held beside the gradients at rest."""
         return self._mover.staging_bytes
 
-    def arrive(self, unit: int, flat: int, grad: Tensor, present: frozenset[int], on_release: Callable[[], None] = lambda: None) -> None:
-        """A gradient of this rank's shard of a flat buffer, [shard_numel] of its dtype on the compute device; zero outside the slots in `present`.
+    def arrive(
+        self, unit: int, flat: int, grad: Tensor, present: frozenset[int], on_release: Callable[[], None] = lambda: None, *, start: int = 0
+    ) -> None:
+        """A gradient of the run of a flat buffer that begins at its element `start`, on the compute device; zero outside the slots in `present`.
 
+        It is in the flat's dtype, or already in the one in which it rests, and covers whole chunks.
         May come several times between steps: later ones are added. Ownership passes: `on_release` is called once nothing but the stream
         that is current now uses `grad`, from this thread or another. Returns without waiting for a copy or a disk, except where the last
         step still reads a chunk in HBM. Raises what landing an earlier gradient raised.
@@ -125,17 +133,18 @@ class Grads:
         with self._lock:
             self.arrivals += 1
             self._present[unit, flat] = self._present.get((unit, flat), frozenset()) | present
-            chunks = [chunk for chunk in self._by_flat[unit, flat] if chunk.meets(present)]
+            run = Interval(start, start + grad.numel())
+            chunks = [chunk for chunk in self._by_flat[unit, flat] if chunk.meets(present) and len(chunk.interval.overlap(run))]
             ready = torch.cuda.current_stream(self._device.index).record_event() if self._device.type == "cuda" else None
             rest = self._fresh_rest(unit, flat)
             if rest is not None and len(chunks) == len(self._by_flat[unit, flat]):
-                self._send_whole(chunks, grad, rest, ready, count)
+                self._send_whole(chunks, grad, start, rest, ready, count)
             else:
-                self._send_chunks(chunks, grad, ready, count)
+                self._send_chunks(chunks, grad, start, ready, count)
             self._begun.update(chunks)
 
     def in_place(self, unit: int, flat: int) -> Tensor | None:
-        """[flat.numel]: the resting memory itself, where the coming gradient may be computed; None where it is elsewhere or in use."""
+        """The resting memory itself, where the coming gradient may be computed; None where it is elsewhere or in use."""
         rest = self._rests.get((unit, flat))
         if rest is None or rest.device != self._device:
             return None
@@ -150,7 +159,7 @@ class Grads:
         )
         return rest if is_free else None
 
-    def _send_whole(self, chunks: list[Chunk], grad: Tensor, rest: Tensor, ready: torch.cuda.Event | None, count: _Countdown) -> None:
+    def _send_whole(self, chunks: list[Chunk], grad: Tensor, start: int, rest: Tensor, ready: torch.cuda.Event | None, count: _Countdown) -> None:
         """Everything in one copy, or none where the gradient was computed in place."""
         is_there = grad.data_ptr() == rest.data_ptr()
         if rest.device.type != "cpu":
@@ -161,16 +170,15 @@ class Grads:
         count.start(1)
         arrived = COMPLETED if is_there else self._copies.download(grad, rest, after=ready)
         if not self._sums_on_device:
-            self._mover.push([Arrival(tuple(chunks), rest, arrived, count.down)])
+            self._mover.push([Arrival(tuple(chunks), rest, start, arrived, count.down)])
         else:
-            self._norms[chunks[0].flat_key] = _norms_of([grad[chunk.interval.start : chunk.interval.stop] for chunk in chunks])
+            self._norms[chunks[0].flat_key] = _norms_of([chunk.of(grad, start) for chunk in chunks])
             self._coming_down.append((arrived, count))
 
-    def _send_chunks(self, chunks: list[Chunk], grad: Tensor, ready: torch.cuda.Event | None, count: _Countdown) -> None:
+    def _send_chunks(self, chunks: list[Chunk], grad: Tensor, start: int, ready: torch.cuda.Event | None, count: _Countdown) -> None:
         moves = []
         for chunk in chunks:
-            source = grad[chunk.interval.start : chunk.interval.stop]
-            moves.append(Move(chunk, source, ready, chunk not in self._begun, self._guards.get(chunk, COMPLETED), count.down))
+            moves.append(Move(chunk, chunk.of(grad, start), ready, chunk not in self._begun, self._guards.get(chunk, COMPLETED), count.down))
         far = [move for move in moves if not self._land_in_hbm(move)]
         count.start(len(far))
         self._mover.push(far)
@@ -225,12 +233,16 @@ class Grads:
         self._mover.wait_written()
 
     def norm(self) -> float:
-        """The 2-norm of all gradients since the last step: fp64 sums per chunk, added in chunk order. Waits."""
+        """The 2-norm of all gradients since the last step: fp64 sums per chunk, added in chunk order, shard by shard. Waits."""
         self._wait_landed()
         sumsq = self._sumsq_on_arrival()
         sumsq.update(self._mover.sumsq)  # of chunks that were added to since
         sumsq.update(self._sumsq_in_hbm())
-        return math.sqrt(self._total(sum(sumsq[chunk] for chunk in self._chunks if chunk in self._begun)))
+        of_shard: dict[int, float] = {}
+        for chunk in self._chunks:
+            if chunk in self._begun:
+                of_shard[chunk.shard] = of_shard.get(chunk.shard, 0.0) + sumsq[chunk]
+        return math.sqrt(self._total(sum(of_shard[shard] for shard in sorted(of_shard))))
 
     def _sumsq_in_hbm(self) -> dict[Chunk, float]:
         chunks = [chunk for chunk in self._chunks if chunk in self._begun and self._store.tier(chunk.key(Group.GRAD)) is Tier.HBM]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infinity.errors import CheckpointError, ConfigError, TraceError
 from infinity.optim.chunks import Address, FlatKey, Rule
+from infinity.optim.exchange import Exchange
 from infinity.optim.grads import Grads
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.pipeline import Pipeline
@@ -35,6 +36,7 @@ class TieredAdamW(torch.optim.Optimizer):
         addresses: Mapping[Tensor, Address],
         grads: Grads,
         pipeline: Pipeline,
+        exchange: Exchange,
         loss_scale: LossScale | None = None,
         max_grad_norm: float | None = None,
         lr: float = 1e-3,
@@ -45,6 +47,9 @@ class TieredAdamW(torch.optim.Optimizer):
         self._addresses = addresses
         self._grads = grads
         self._pipeline = pipeline
+        self._exchange = exchange
+        self._is_averaged = False
+        """The gradients at rest are those of all ranks."""
         self._loss_scale = loss_scale
         self._max_grad_norm = max_grad_norm
         self._clip = 1.0
@@ -79,6 +84,7 @@ class TieredAdamW(torch.optim.Optimizer):
 
         The formula is torch.nn.utils.clip_grad_norm_'s. With loss scaling both norms are those of the true gradients.
         """
+        self._average()
         norm = self._norm()
         self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
         self._clipped_arrivals = self._grads.arrivals
@@ -95,8 +101,11 @@ class TieredAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._average()
         if not self._grads.is_empty():
             self._update()
+        else:
+            self._reset_clip()
         return loss
 
     def step_counts(self) -> dict[str, int]:
@@ -144,16 +153,37 @@ class TieredAdamW(torch.optim.Optimizer):
     def _take_step(self, rules: dict[FlatKey, dict[int, Rule]], grad_scale: float) -> None:
         self._pipeline.check()
         grads = self._grads.take()
+        self._exchange.begin_gather(rules)
         try:
-            self._pipeline.step(rules, grads, grad_scale, self.on_progress)
+            self._pipeline.step(rules, grads, grad_scale, self._report)
         except BaseException as error:
             grads.fail(error)  # nobody waits for a step that never began
             raise
+        self._gather()
         self.taken_steps += 1
         for param, address in self._addresses.items():
             rule = rules.get(address.flat_key, {}).get(address.slot)
             if rule is not None:
                 self.state[param]["step"] = rule.step
+
+    def _average(self) -> None:
+        """Whoever reads the gradients first waits until they are those of all ranks."""
+        if not self._is_averaged:
+            self._is_averaged = True
+            self._exchange.average(self._grads)
+
+    def _report(self) -> None:
+        """More of the parameters have their new values."""
+        self._exchange.gather_updated(self._pipeline.is_updated)
+        self.on_progress()
+
+    def _gather(self) -> None:
+        """Until the other ranks' new values are here too; without them the parameters are a mix of two steps."""
+        try:
+            self._exchange.finish_gather()
+        except BaseException as error:
+            self._pipeline.spoil(error)
+            raise
 
     def _skip_step(self, norm: float) -> None:
         self._grads.clear()
@@ -183,6 +213,7 @@ class TieredAdamW(torch.optim.Optimizer):
     def _reset_clip(self) -> None:
         self._clip = 1.0
         self._clipped_arrivals = None
+        self._is_averaged = False
 
 
 def checked_groups(params: Any, addresses: Mapping[Tensor, Address], **defaults: Any) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import torch
 
 from infinity.kinds import OPTIMIZER_STATES, Group, Tier
 from infinity.sharding.layout import FlatLayout, Interval, UnitLayout
+from infinity.sharding.share import Share
 from infinity.storage.chunks import ChunkKey, ChunkSpec, Part
 
 STATE_BYTES = 4
@@ -57,21 +58,21 @@ class Piece:
         return len(self.interval)
 
     def head(self, numel: int) -> Piece:
-        """The first chunk of at most `numel` elements, where this is a whole flat buffer."""
-        interval = self.flat.chunk(0, numel)
+        """The first chunk of at most `numel` elements, where this is a whole shard."""
+        interval = Interval(self.interval.start, min(self.interval.start + self.flat.chunk_step(numel), self.interval.stop))
         return Piece(self.key, self.layout, self.flat, interval, self.nbytes // self.numel * len(interval))
 
 
-def pieces(layouts: Sequence[UnitLayout], chunk_numel: int, accumulates: bool) -> list[Piece]:
-    """Every chunk of the model, group by group in order of value: parameters are read twice a step, gradients come before 12 bytes of states."""
-    return [piece for group in (Group.PARAM, Group.GRAD, Group.OPTIMIZER) for piece in _of_group(layouts, group, chunk_numel, accumulates)]
+def pieces(layouts: Sequence[UnitLayout], chunk_numel: int, accumulates: bool, share: Share) -> list[Piece]:
+    """Every chunk of the share, group by group in order of value: parameters are read twice a step, gradients come before 12 bytes of states."""
+    return [piece for group in (Group.PARAM, Group.GRAD, Group.OPTIMIZER) for piece in _of_group(layouts, group, chunk_numel, accumulates, share)]
 
 
-def _of_group(layouts: Sequence[UnitLayout], group: Group, chunk_numel: int, accumulates: bool) -> Iterator[Piece]:
+def _of_group(layouts: Sequence[UnitLayout], group: Group, chunk_numel: int, accumulates: bool, share: Share) -> Iterator[Piece]:
     for layout in layouts:
         for f, flat in enumerate(layout.flats):
             if group is Group.PARAM or flat.trainable:
-                for c, interval in enumerate(flat.chunks(chunk_numel)):
+                for c, interval in share.chunks(flat, group, chunk_numel):
                     key = ChunkKey(unit=layout.index, flat=f, group=group, chunk=c)
                     yield Piece(key, layout, flat, interval, len(interval) * element_bytes(flat, group, accumulates))
 
@@ -130,10 +131,12 @@ def _fill_hbm(placed: dict[ChunkKey, Tier], of_group: Mapping[Group, Sequence[Pi
     """Chunks whose states and gradients rest in HBM together: a gradient alone there would only have to come down at the step."""
     if not {wish.grad, wish.optimizer} <= {None, Tier.HBM}:
         return
-    for grad, states in zip(of_group[Group.GRAD], of_group[Group.OPTIMIZER], strict=True):
-        free = [piece for piece in (grad, states) if wish.tier(piece.key.group) is None]
-        if rooms.claim(Tier.HBM, sum(piece.nbytes for piece in free)):
-            placed[grad.key] = placed[states.key] = Tier.HBM
+    states_of = {(piece.key.unit, piece.key.flat, piece.key.chunk): piece for piece in of_group[Group.OPTIMIZER]}
+    for grad in of_group[Group.GRAD]:
+        states = states_of.get((grad.key.unit, grad.key.flat, grad.key.chunk))  # None where another rank keeps them
+        both = [grad] if states is None else [grad, states]
+        if rooms.claim(Tier.HBM, sum(piece.nbytes for piece in both if wish.tier(piece.key.group) is None)):
+            placed.update((piece.key, Tier.HBM) for piece in both)
 
 
 def specs_of(chunks: Sequence[Piece], placement: Placement, accumulates: bool) -> tuple[ChunkSpec, ...]:

@@ -13,6 +13,7 @@ from infinity.kinds import OPTIMIZER_STATES, Group, Lane, Tier
 from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, pieces, place, specs_of
 from infinity.planner.working import ACTIVATIONS, Job, Working, live_bytes, working
 from infinity.sharding.layout import CHUNK_GRANULE, UnitLayout
+from infinity.sharding.share import ALONE, Share
 from infinity.sizes import SECTOR_BYTES, align_up, format_bytes, format_rate
 from infinity.storage.chunks import ChunkSpec
 from infinity.storage.slabs import PAGE_BYTES, slab_bytes
@@ -116,6 +117,7 @@ def make_plan(
     rates: Rates,
     around: Collection[int],
     num_paths: int = 1,
+    share: Share = ALONE,
 ) -> Plan:
     """Place every chunk: HBM first, then CPU, and only what does not fit on NVMe.
 
@@ -126,7 +128,7 @@ def make_plan(
     cpu_limit = cpu_available * 4 // 5 if wish.cpu_limit is None else wish.cpu_limit
     activations = _activations(wish, hbm_limit)
     limits = {Tier.HBM: hbm_limit - activations.nbytes, Tier.CPU: cpu_limit}
-    job = Job(layouts=layouts, around=around, wish=wish, ahead=wish.prefetch_units or 0, device=device)
+    job = Job(layouts=layouts, around=around, wish=wish, ahead=wish.prefetch_units or 0, device=device, share=share)
     if wish.prefetch_units is None:
         job = replace(job, ahead=_units_ahead(job, limits[job.compute]))
     settled = (None if wish.is_cut else _settle_whole(job, limits)) or _settle(job, _chunk_numel(job, limits), limits)
@@ -242,7 +244,7 @@ def _settle(job: Job, chunk_numel: int, limits: Mapping[Tier, int]) -> _Settled 
 
     None when they never do.
     """
-    chunks = pieces(job.layouts, chunk_numel, job.wish.accumulates)
+    chunks = pieces(job.layouts, chunk_numel, job.wish.accumulates, job.share)
     reserve = dict.fromkeys(limits, 0)
     step = dict.fromkeys(limits, 0)
     before: Placement = {}
@@ -313,18 +315,18 @@ def _chunk_numel(job: Job, limits: Mapping[Tier, int]) -> int:
 
 
 def _least(job: Job, chunk_numel: int) -> _Settled:
-    """Nothing rests in memory but what is pinned there. For its bytes only: flat buffers stand whole for their chunks.
+    """Nothing rests in memory but what is pinned there. For its bytes only: shards stand whole for their chunks.
 
-    What is held beside them depends on the largest chunk, and the first of a flat buffer is as large as any.
+    What is held beside them depends on the largest chunk, and the first of a shard is as large as any.
     """
-    wholes = pieces(job.layouts, _longest(job.layouts), job.wish.accumulates)
+    wholes = pieces(job.layouts, _longest(job.layouts), job.wish.accumulates, job.share)
     placement = place(wholes, job.wish, dict.fromkeys((Tier.HBM, Tier.CPU), 0))
     return _Settled(chunk_numel, wholes, placement, working(job, [piece.head(chunk_numel) for piece in wholes], placement))
 
 
 def _most(job: Job) -> _Settled:
     """Everything rests in memory but what is pinned to NVMe, and nothing has to be staged for it."""
-    chunks = pieces(job.layouts, _longest(job.layouts), job.wish.accumulates)
+    chunks = pieces(job.layouts, _longest(job.layouts), job.wish.accumulates, job.share)
     placement = {piece.key: job.wish.tier(piece.key.group) or Tier.CPU for piece in chunks}
     return _Settled(_longest(job.layouts), chunks, placement, working(job, chunks, placement))
 

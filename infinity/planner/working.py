@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from infinity.kinds import Group, Tier
+from infinity.optim.exchange import BUFFERS
 from infinity.optim.grad_mover import LOOKAHEAD, landing_bytes, ring_count
 from infinity.optim.pipeline import buffer_count
 from infinity.optim.staging import Homes, ring_bytes
-from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, grad_dtype
+from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, element_bytes, grad_dtype
 from infinity.sharding.layout import UnitLayout
+from infinity.sharding.share import Share
 from infinity.storage import publish
 from infinity.storage.slabs import footprint, slab_bytes
 
@@ -43,6 +45,7 @@ class Job:
     ahead: int
     """Units fetched ahead of the one in use."""
     device: torch.device
+    share: Share
     busy_paths: int = 1
     """NVMe paths that staging keeps busy at once."""
 
@@ -55,7 +58,7 @@ class Job:
 def working(job: Job, chunks: Sequence[Piece], placement: Placement) -> list[Working]:
     """Everything held beside what rests, once `chunks` rest where `placement` says."""
     staging = (replace(item, is_staging=True) for item in (*_rings(job, chunks, placement), *_windows(job, chunks, placement)))
-    return [item for item in (*_units(job, chunks, placement), *_gradients(job), *staging) if item.nbytes]
+    return [item for item in (*_units(job, chunks, placement), *_gradients(job), *_exchange(job, chunks, placement), *staging) if item.nbytes]
 
 
 def upload_buffers(busy_paths: int) -> int:
@@ -68,7 +71,7 @@ def _units(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[
     away = {
         (piece.key.unit, piece.key.flat)
         for piece in chunks
-        if piece.key.group is Group.PARAM and (placement[piece.key] is not job.compute or piece.flat.world_size > 1)
+        if piece.key.group is Group.PARAM and (placement[piece.key] is not job.compute or job.share.is_sharded(Group.PARAM))
     }
     sizes = {
         layout.index: sum(footprint(flat.nbytes, job.device) for f, flat in enumerate(layout.flats) if (layout.index, f) in away)
@@ -91,6 +94,16 @@ def _gradients(job: Job) -> Iterator[Working]:
     inner = max((nbytes for index, nbytes in sizes.items() if index not in job.around), default=0)
     yield Working(name="gradients being filled", tier=job.compute, nbytes=always + inner)
     yield Working(name=ON_THEIR_WAY, tier=job.compute, nbytes=sum(sorted(sizes.values(), reverse=True)[: max(1, job.ahead // 2)]))
+
+
+def _exchange(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
+    """Flat buffers that are whole on every rank, and on their way between ranks around an update: those that do not rest in one piece."""
+    share, sizes = job.share, [0]
+    exchanged = {Group.PARAM: share.is_sharded(Group.OPTIMIZER) and not share.is_sharded(Group.PARAM), Group.GRAD: not share.is_sharded(Group.GRAD)}
+    for piece in chunks:
+        if share.world_size > 1 and piece.flat.trainable and exchanged.get(piece.key.group) and placement[piece.key] is not job.compute:
+            sizes.append(piece.flat.numel * element_bytes(piece.flat, piece.key.group, job.wish.accumulates))
+    yield Working(name="buffers between ranks", tier=job.compute, nbytes=BUFFERS * slab_bytes(max(sizes)))
 
 
 def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:

@@ -12,6 +12,7 @@ from infinity.kinds import Group
 from infinity.optim.ring import Ring
 from infinity.runtime.units import Unit
 from infinity.sharding.layout import FlatLayout, Interval
+from infinity.sharding.share import ALONE, Share
 from infinity.sizes import MiB
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.slabs import SlabPool, slab_bytes
@@ -35,10 +36,10 @@ class Adoption:
     """
 
     def __init__(
-        self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, room_bytes: int, on_read: OnRead, rank: int = 0
+        self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, room_bytes: int, on_read: OnRead, share: Share = ALONE
     ) -> None:
         self._store = store
-        self._rank = rank
+        self._share = share
         self._slabs = slabs
         self._chunk_numel = chunk_numel
         self._on_read = on_read
@@ -48,10 +49,11 @@ class Adoption:
         self._rings = {group: Ring(slabs.take, count=count, nbytes=nbytes) for group, nbytes in sizes.items()}
 
     def _chunks(self, unit: Unit, f: int, flat: FlatLayout) -> Iterator[tuple[list[ChunkKey], Interval]]:
-        """Every chunk of the rank's shard: its keys, of the states too where it is trained, and where it lies in the full flat buffer."""
-        groups = (Group.PARAM, Group.OPTIMIZER) if flat.trainable else (Group.PARAM,)
-        for c, interval in enumerate(flat.chunks(self._chunk_numel)):
-            yield [ChunkKey(unit=unit.layout.index, flat=f, group=group, chunk=c) for group in groups], interval.shifted(flat.shard(self._rank).start)
+        """Every chunk of the share: its keys, of the states too where they are kept, and where it lies in the full flat buffer."""
+        updated = dict(self._share.chunks(flat, Group.OPTIMIZER, self._chunk_numel)) if flat.trainable else {}
+        for c, interval in self._share.chunks(flat, Group.PARAM, self._chunk_numel):
+            groups = (Group.PARAM, Group.OPTIMIZER) if c in updated else (Group.PARAM,)
+            yield [ChunkKey(unit=unit.layout.index, flat=f, group=group, chunk=c) for group in groups], interval
 
     def _largest(self, keys: Sequence[ChunkKey]) -> int:
         """Bytes of the largest chunk on NVMe: it is filled in a buffer."""

@@ -12,14 +12,15 @@ from infinity.optim.grads import Grads
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.units import Unit
 from infinity.sharding.ranks import Ranks
+from infinity.sharding.share import Share
 from infinity.storage.budget import Budget
 from infinity.storage.slabs import SlabPool, footprint
 from infinity.storage.store import Store
-from infinity.storage.work import COMPLETED, Work
+from infinity.storage.work import Work
 
 
 class Descent:
-    """Flat gradients of a backward pass: each is filled by the hooks, reduced over the ranks, and handed to `Grads`.
+    """Flat gradients of a backward pass: each is filled by the hooks, reduced over the ranks where they are sharded, and handed to `Grads`.
 
     Asked by the autograd thread, which waits only while too many gradients are still on their way.
     """
@@ -28,6 +29,7 @@ class Descent:
         self,
         grads: Grads,
         ranks: Ranks,
+        share: Share,
         store: Store,
         slabs: SlabPool,
         clock: ComputeClock,
@@ -36,7 +38,7 @@ class Descent:
         budget_bytes: int,
         deadline_s: float,
     ) -> None:
-        self._grads, self._ranks, self._slabs, self._clock, self._device = grads, ranks, slabs, clock, device
+        self._grads, self._ranks, self._share, self._slabs, self._clock, self._device = grads, ranks, share, slabs, clock, device
         self._budget = Budget(Tier.HBM if device.type == "cuda" else Tier.CPU, budget_bytes)
         self._lane = Lane.NVME_WRITE if store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
         self._deadline_s = max(deadline_s, ranks.limit_s)
@@ -45,7 +47,7 @@ class Descent:
 
     def buffer(self, unit: Unit, flat: int) -> Tensor:
         """A fresh buffer for a full flat gradient on the compute device, contents undefined."""
-        rest = self._grads.in_place(unit.layout.index, flat) if self._ranks.world_size == 1 else None
+        rest = None if self._share.is_sharded(Group.GRAD) else self._grads.in_place(unit.layout.index, flat)
         if rest is not None:
             return rest
         layout = unit.layout.flats[flat]
@@ -60,14 +62,17 @@ class Descent:
         if not self._budget.try_take(nbytes):
             with self._clock.waiting(self._lane, unit.name):
                 self._wait_for_room(nbytes, unit.name)
-        arrive = partial(self._grads.arrive, unit.layout.index, flat, on_release=partial(self._budget.give, nbytes))
+        layout = unit.layout.flats[flat]
+        start = self._share.run(layout, Group.GRAD).start
+        arrive = partial(self._grads.arrive, unit.layout.index, flat, on_release=partial(self._budget.give, nbytes), start=start)
         try:
-            work = self._ranks.reduce(grad, present, len(unit.layout.flats[flat].slots), unit.layout.flat_name(flat), arrive)
+            if self._share.is_sharded(Group.GRAD):
+                self._reducing.append(self._ranks.reduce(grad, present, len(layout.slots), unit.layout.flat_name(flat), arrive))
+            else:
+                arrive(grad, present)
         except BaseException:
             self._budget.give(nbytes)  # it was not taken over
             raise
-        if work is not COMPLETED:
-            self._reducing.append(work)
 
     def _wait_for_room(self, nbytes: int, name: str) -> None:
         """Take `nbytes` of what gradients on their way may hold."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from infinity.kinds import Group, Tier
 from infinity.runtime.units import Unit
 from infinity.sharding.layout import FlatLayout, Interval, UnitLayout
+from infinity.sharding.share import Share
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.slabs import footprint
 from infinity.storage.store import Store
@@ -21,14 +22,14 @@ class RestingFlat:
     """The parameters of one flat buffer."""
 
     layout: FlatLayout
-    own: Interval
-    """This rank's shard of the full flat buffer."""
+    kept: Interval
+    """What rests here of the full flat buffer."""
     whole: Tensor | None
-    """[shard_numel], where they rest as one tensor: they come in one copy, or are used in place."""
+    """[len(kept)], where that rests as one tensor: it comes in one copy, or is used in place."""
     is_in_place: bool
     """The whole flat buffer rests on the compute device."""
     chunks: Sequence[tuple[ChunkKey, Interval]]
-    """Of the shard, and where each lies in the full flat buffer."""
+    """Of what is kept, and where each lies in the full flat buffer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +50,9 @@ class RestingUnit:
         return self.layout.name
 
 
-def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: int, rank: int) -> RestingUnit:
-    """What the store, which has been built or reopened, holds of the unit: this rank's shards."""
-    flats = [_resting_flat(unit.layout.index, f, layout, store, device, chunk_numel, rank) for f, layout in enumerate(unit.layout.flats)]
+def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: int, share: Share) -> RestingUnit:
+    """What the store, which has been built or reopened, holds of the unit."""
+    flats = [_resting_flat(unit.layout.index, f, layout, store, device, chunk_numel, share) for f, layout in enumerate(unit.layout.flats)]
     away = [flat.layout for flat in flats if not flat.is_in_place]
     cut = [store.tier(key) for flat in flats if flat.whole is None for key, _ in flat.chunks]
     return RestingUnit(
@@ -63,13 +64,13 @@ def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: in
     )
 
 
-def _resting_flat(index: int, f: int, layout: FlatLayout, store: Store, device: torch.device, chunk_numel: int, rank: int) -> RestingFlat:
-    whole, own = store.whole(index, f, Group.PARAM), layout.shard(rank)
-    chunks = [(ChunkKey(unit=index, flat=f, group=Group.PARAM, chunk=c), run.shifted(own.start)) for c, run in enumerate(layout.chunks(chunk_numel))]
+def _resting_flat(index: int, f: int, layout: FlatLayout, store: Store, device: torch.device, chunk_numel: int, share: Share) -> RestingFlat:
+    whole = store.whole(index, f, Group.PARAM)
+    chunks = [(ChunkKey(unit=index, flat=f, group=Group.PARAM, chunk=c), run) for c, run in share.chunks(layout, Group.PARAM, chunk_numel)]
     return RestingFlat(
         layout=layout,
-        own=own,
+        kept=share.run(layout, Group.PARAM),
         whole=None if whole is None else whole.view(layout.dtype),
-        is_in_place=whole is not None and whole.device == device and layout.world_size == 1,
+        is_in_place=whole is not None and whole.device == device and not share.is_sharded(Group.PARAM),
         chunks=chunks,
     )

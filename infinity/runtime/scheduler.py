@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import CapacityError, ClosedError, InfinityError, MoverError
-from infinity.kinds import Lane, Tier
+from infinity.kinds import Group, Lane, Tier
 from infinity.runtime.buffers import Buffers
 from infinity.runtime.collector import Collector
 from infinity.runtime.compute_clock import ComputeClock
@@ -29,6 +29,7 @@ from infinity.runtime.units import Unit
 from infinity.runtime.uploader import Uploader
 from infinity.sharding.layout import Interval
 from infinity.sharding.ranks import Ranks
+from infinity.sharding.share import Share
 from infinity.sizes import format_bytes
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.copies import Copies
@@ -53,6 +54,7 @@ class Movers:
     states: States
     clock: ComputeClock
     ranks: Ranks
+    share: Share
 
 
 class Scheduler:
@@ -74,8 +76,9 @@ class Scheduler:
         self._budget_bytes, self._prefetch_units, self._deadline_s = budget_bytes, prefetch_units, deadline_s
         self._spare_bytes = spare_bytes
         self._is_overdrawn = False
-        self._is_alone = movers.ranks.world_size == 1
-        self._resting = {unit.layout.index: resting_unit(unit, movers.store, device, chunk_numel, movers.ranks.rank) for unit in units}
+        self._is_alone = movers.share.world_size == 1
+        self._gathers = movers.share.is_sharded(Group.PARAM)
+        self._resting = {unit.layout.index: resting_unit(unit, movers.store, device, chunk_numel, movers.share) for unit in units}
         self._trace = Trace()
         self._collector = Collector()
         self._fetches: dict[int, Fetch] = {}
@@ -140,7 +143,7 @@ class Scheduler:
         if fetch.has_landed():
             fetch.wait(self._deadline_s, self._is_alive)
         else:
-            lane = Lane.COMM if not self._is_alone else Lane.UPLOAD if self._cuda else Lane.NVME_READ
+            lane = Lane.COMM if self._gathers else Lane.UPLOAD if self._cuda else Lane.NVME_READ
             with self._movers.clock.waiting(lane, fetch.name):
                 fetch.wait(self._deadline_s, self._is_alive)
 
@@ -298,9 +301,9 @@ class Scheduler:
     def _comes_soon(self, index: int) -> bool:
         """Whether a unit that has been used is about to be used again, as the last ones of a forward are.
 
-        Over ranks none is kept: who holds views of its buffers, and for how long, is not the same everywhere.
+        Where ranks gather none is kept: who holds views of its buffers, and for how long, is not the same everywhere.
         """
-        return self._is_alone and index in self._within_step(self._trace.next_after(self._trace.position, self._prefetch_units))
+        return not self._gathers and index in self._within_step(self._trace.next_after(self._trace.position, self._prefetch_units))
 
     def _within_step(self, ahead: list[int]) -> list[int]:
         """Nothing past the end of the step: the update would make it stale."""
@@ -314,7 +317,7 @@ class Scheduler:
             fetch.asked_at = torch.cuda.current_stream(self._device).record_event()
         self._fetches[index] = fetch
         try:
-            if not self._is_alone:
+            if self._gathers:
                 self._make_room_in_order(fetch)
                 self._begin_now(fetch)
             elif not fetch.nbytes or (resting.is_near and self._may_begin_now(fetch)):
@@ -329,12 +332,12 @@ class Scheduler:
         return fetch
 
     def _request_ahead(self, index: int) -> None:
-        """Over ranks only what has room: what is begun, and when, follows from the program alone, so that all ranks gather in one order."""
-        if index not in self._fetches and (self._is_alone or self._has_room_for(self._resting[index].visit_bytes)):
+        """Where ranks gather only what has room: what is begun, and when, follows from the program alone, so that all gather in one order."""
+        if index not in self._fetches and (not self._gathers or self._has_room_for(self._resting[index].visit_bytes)):
             self._request(index)
 
     def _make_room_in_order(self, fetch: Fetch) -> None:
-        """Over ranks: give up what was fetched ahead, last asked first, once it has landed. Raises CapacityError where that is not enough."""
+        """Where ranks gather: give up what was fetched ahead, last asked first, once it has landed. Raises CapacityError where that is not enough."""
         ahead = [other for other in self._fetches.values() if not other.attached and other is not fetch and other.nbytes]
         while ahead and not self._has_room(fetch):
             other = ahead.pop()
@@ -479,12 +482,12 @@ class Scheduler:
             fetch.flats.append(target)
             if flat.whole is not None:
                 fetch.expect(1)
-                own = target[flat.own.start : flat.own.stop]
-                fetch.started(self._movers.copies.upload(flat.whole, own, resting.name))
+                kept = target[flat.kept.start : flat.kept.stop]
+                fetch.started(self._movers.copies.upload(flat.whole, kept, resting.name))
             else:
                 for key, interval in flat.chunks:
                     self._start(fetch, key, _bytes_of(target, interval))
-        if not self._is_alone:
+        if self._gathers:
             for f, target in enumerate(fetch.borrowed):
                 fetch.expect(1)
                 fetch.started(self._movers.ranks.gather(target, resting.layout.flat_name(f), after=fetch.begun()))

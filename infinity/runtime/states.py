@@ -11,6 +11,7 @@ from torch import Tensor
 from infinity.kinds import OPTIMIZER_STATES, Group, State
 from infinity.runtime.units import Unit
 from infinity.sharding.layout import FlatLayout, Interval
+from infinity.sharding.share import ALONE, Share
 from infinity.sizes import SECTOR_BYTES, align_up
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.slabs import SlabPool
@@ -44,15 +45,17 @@ def named_states(units: Sequence[Unit]) -> list[NamedState]:
 class States:
     """Elements of a named state, read from and written to wherever their chunks rest. Not thread-safe; the step must be over."""
 
-    def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, deadline_s: float, rank: int = 0) -> None:
-        """`rank`: whose shards the store holds; elements outside of them are not read or written here."""
+    def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, deadline_s: float, share: Share = ALONE) -> None:
+        """`share`: what the store holds; other elements are not read or written here."""
         self._units, self._store, self._deadline_s = units, store, deadline_s
         self._chunks = {
-            (unit.layout.index, f): [interval.shifted(flat.shard(rank).start) for interval in flat.chunks(chunk_numel)]
+            (unit.layout.index, f, group): dict(share.chunks(flat, group, chunk_numel))
             for unit in units
             for f, flat in enumerate(unit.layout.flats)
+            for group in (Group.PARAM, Group.OPTIMIZER)
+            if group is Group.PARAM or flat.trainable
         }
-        """Where each chunk lies in its full flat buffer."""
+        """By index, where each chunk lies in its full flat buffer."""
         self._places = {
             slot.name: (unit.layout.index, f, flat, slot) for unit in units for f, flat in enumerate(unit.layout.flats) for slot in flat.slots
         }
@@ -62,7 +65,7 @@ class States:
         """Make full flat buffers the unit's values. A master follows where its parameter changed, and keeps its low bits elsewhere."""
         self.flush()  # a step may have changed what was read before
         for f, flat in enumerate(unit.layout.flats):
-            for c, interval in enumerate(self._chunks[unit.layout.index, f]):
+            for c, interval in self._chunks[unit.layout.index, f, Group.PARAM].items():
                 piece = _Piece(unit.layout.index, f, c, interval, Interval(0, len(interval)))
                 self._commit_chunk(piece, flat, flats[f][interval.start : interval.stop])
         self.flush()
@@ -75,7 +78,7 @@ class States:
                 return
             param.copy_(values)
             self._windows[Group.PARAM].dirty = True
-        if flat.trainable:
+        if piece.index in self._chunks.get((piece.unit, piece.flat, Group.OPTIMIZER), ()):
             master, values = self._open(piece, flat, State.MASTER), values.cpu()
             kept = master.cpu()
             changed = kept.to(flat.dtype) != values
@@ -89,13 +92,13 @@ class States:
     def read(self, name: str, state: State, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a named state, flat, on the CPU."""
         dtype = self._dtype(name, state)
-        pieces = [self._view(name, state, piece).cpu().clone() for piece in self._cut(name, start, stop)]
+        pieces = [self._view(name, state, piece).cpu().clone() for piece in self._cut(name, state, start, stop)]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
 
     def write(self, name: str, state: State, start: int, values: Tensor) -> None:
         """Put `values` (flat, CPU) at element `start` of a named state. A master brings its parameter along. `flush` ends it."""
         at = 0
-        for piece in self._cut(name, start, start + values.numel()):
+        for piece in self._cut(name, state, start, start + values.numel()):
             run = values[at : at + len(piece.inside)]
             at += len(piece.inside)
             self._view(name, state, piece, dirty=True).copy_(run)
@@ -115,17 +118,17 @@ class States:
     def _dtype(self, name: str, state: State) -> torch.dtype:
         return self._places[name][2].dtype if state is State.PARAM else torch.float32
 
-    def _cut(self, name: str, start: int, stop: int) -> Iterator[_Piece]:
+    def _cut(self, name: str, state: State, start: int, stop: int) -> Iterator[_Piece]:
         unit, f, _, slot = self._places[name]
         wanted = Interval(slot.start + start, slot.start + stop)
-        for c, interval in enumerate(self._chunks[unit, f]):
+        for c, interval in self._chunks[unit, f, _group_of(state)].items():
             inside = interval.overlap(wanted)
             if len(inside):
                 yield _Piece(unit, f, c, interval, inside.shifted(-interval.start))
 
     def _view(self, name: str, state: State, piece: _Piece, *, dirty: bool = False) -> Tensor:
         view = self._open(piece, self._places[name][2], state)
-        self._windows[Group.PARAM if state is State.PARAM else Group.OPTIMIZER].dirty |= dirty
+        self._windows[_group_of(state)].dirty |= dirty
         return view
 
     def _open(self, piece: _Piece, flat: FlatLayout, state: State) -> Tensor:
@@ -138,6 +141,10 @@ class States:
         window = self._windows[group]
         window.open(ChunkKey(unit=piece.unit, flat=piece.flat, group=group, chunk=piece.index), state_bytes * states)
         return window.elements(dtype, state_bytes * states_before, piece.inside)
+
+
+def _group_of(state: State) -> Group:
+    return Group.PARAM if state is State.PARAM else Group.OPTIMIZER
 
 
 @dataclass(frozen=True, slots=True)

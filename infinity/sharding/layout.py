@@ -78,16 +78,13 @@ class FlatLayout:
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def chunks(self, chunk_numel: int) -> tuple[Interval, ...]:
-        """The shard cut into pieces of at most `chunk_numel` elements, relative to the shard's start."""
-        step = self._chunk_step(chunk_numel)
-        return tuple(self.chunk(index, chunk_numel) for index in range(-(-self.shard_numel // step)))
+        """Every shard cut into pieces of at most `chunk_numel` elements, shard after shard."""
+        step = self.chunk_step(chunk_numel)
+        shards = [self.shard(rank) for rank in range(self.world_size)]
+        return tuple(Interval(start, min(start + step, shard.stop)) for shard in shards for start in range(shard.start, shard.stop, step))
 
-    def chunk(self, index: int, chunk_numel: int) -> Interval:
-        """One of them."""
-        step = self._chunk_step(chunk_numel)
-        return Interval(index * step, min((index + 1) * step, self.shard_numel))
-
-    def _chunk_step(self, chunk_numel: int) -> int:
+    def chunk_step(self, chunk_numel: int) -> int:
+        """Elements of every chunk but the last of a shard, which may be smaller."""
         granule = max(CHUNK_GRANULE, SECTOR_BYTES // self.dtype.itemsize)
         return max(granule, chunk_numel // granule * granule)
 

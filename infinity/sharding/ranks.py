@@ -45,7 +45,7 @@ _COLLECTIVE = 2
 
 T = TypeVar("T")
 Reduced = Callable[[Tensor, frozenset[int]], None]
-_Operation = Callable[[], None]
+_Operation = Callable[[], object]
 
 
 class RankWork(Work):
@@ -132,15 +132,16 @@ class Ranks:
         if self.world_size == 1:
             then(full, members)
             return COMPLETED
-        own = full[_slice(self.shard(full.numel()))]
 
         def reduce() -> None:
             present = self._union(members, count)
-            full.div_(self.world_size)
-            _reduce_scatter(own, full, group=self._group)
-            then(own, present)
+            then(self._average(full), present)
 
         return self._ask(f"reduce of {name}", full.nbytes, reduce)
+
+    def average(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
+        """The same where all ranks know already who has a part in it, and that `after` is over before: the mean is in this rank's shard of `full`."""
+        return self._ask(f"mean of {name}", full.nbytes, lambda: self._average(full), after)
 
     def total(self, value: float, name: str) -> float:
         """The sum over all ranks, in fp64 and in their order: the same number on each. Waits."""
@@ -190,6 +191,13 @@ class Ranks:
         self._thread.join(0 if self._error is not None else self._timeout_s)
         self._watch.close()
         self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
+
+    def _average(self, full: Tensor) -> Tensor:
+        """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""
+        own = full[_slice(self.shard(full.numel()))]
+        full.div_(self.world_size)
+        _reduce_scatter(own, full, group=self._group)
+        return own
 
     def _union(self, members: frozenset[int], count: int) -> frozenset[int]:
         mask = torch.zeros(count, dtype=torch.uint8)

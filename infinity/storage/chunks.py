@@ -12,7 +12,7 @@ from infinity.sizes import SECTOR_BYTES, align_up
 
 @dataclass(frozen=True, slots=True, order=True)
 class ChunkKey:
-    """Which chunk: the unit's index, the flat buffer inside the unit, the group of states, the chunk inside the shard."""
+    """Which chunk: the unit's index, the flat buffer inside the unit, the group of states, the chunk inside the flat buffer."""
 
     unit: int
     flat: int

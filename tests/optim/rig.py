@@ -15,10 +15,13 @@ from infinity import native
 from infinity.kinds import OPTIMIZER_STATES, Group, State, Tier
 from infinity.optim.adamw import CpuKernel, GpuKernel
 from infinity.optim.chunks import Address, Chunk, trainable_chunks
+from infinity.optim.exchange import Exchange
 from infinity.optim.grads import Grads
 from infinity.optim.optimizer import TieredAdamW
 from infinity.optim.pipeline import Pipeline
 from infinity.sharding.layout import ParamSpec, Slot, UnitLayout, layout_unit
+from infinity.sharding.ranks import Ranks
+from infinity.sharding.share import ALONE
 from infinity.storage.chunks import ChunkSpec, Part
 from infinity.storage.copies import Copies
 from infinity.storage.slabs import SlabPool
@@ -90,13 +93,15 @@ class Rig:
     store: Any
     grads: Grads
     pipeline: Pipeline
+    exchange: Exchange
     timeline: Timeline
     device: torch.device
     params: dict[str, torch.nn.Parameter]
     addresses: dict[torch.Tensor, Address]
 
     def optimizer(self, groups: Any = None, **options: Any) -> TieredAdamW:
-        return TieredAdamW(groups or list(self.params.values()), addresses=self.addresses, grads=self.grads, pipeline=self.pipeline, **options)
+        parts = {"addresses": self.addresses, "grads": self.grads, "pipeline": self.pipeline, "exchange": self.exchange}
+        return TieredAdamW(groups or list(self.params.values()), **parts, **options)
 
     def backward(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Hand in the gradients unit by unit, last unit first, as a backward would. Units without any stay silent."""
@@ -194,6 +199,8 @@ def rig(
         deadline_s=deadline_s,
         buffers=buffers,
     )
+    ranks = Ranks(timeout_s=deadline_s, timeline=timeline)
+    exchange = Exchange(units, chunks, share=ALONE, chunk_numel=2048, store=store, ranks=ranks, slabs=slabs, deadline_s=deadline_s)
     values = initial_values(shapes, dtype)
     adopt(store, units, chunks, values)
     params = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
@@ -204,7 +211,7 @@ def rig(
         for s, slot in enumerate(flat.slots)
     }
     try:
-        yield Rig(units, chunks, store, grads, pipeline, timeline, device, params, addresses)
+        yield Rig(units, chunks, store, grads, pipeline, exchange, timeline, device, params, addresses)
     finally:
         pipeline.close()
         grads.close()

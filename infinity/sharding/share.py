@@ -1,0 +1,35 @@
+"""Which elements of the model's states one rank keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity.kinds import Group
+from infinity.sharding.layout import FlatLayout, Interval
+from infinity.sharding.stages import STAGES, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of a group of states that the stage shards, this rank's part of each flat buffer; of the others everything."""
+
+    stage: Stage = STAGES[3]
+    rank: int = 0
+    world_size: int = 1
+
+    def is_sharded(self, group: Group) -> bool:
+        """Whether other ranks keep what is missing here."""
+        return self.world_size > 1 and group in self.stage.sharded
+
+    def run(self, flat: FlatLayout, group: Group) -> Interval:
+        """What is kept of a full flat buffer."""
+        return flat.shard(self.rank) if self.is_sharded(group) else Interval(0, flat.numel)
+
+    def chunks(self, flat: FlatLayout, group: Group, chunk_numel: int) -> list[tuple[int, Interval]]:
+        """The chunks of that run: the index of each in the flat buffer, and where it lies there."""
+        run = self.run(flat, group)
+        return [(index, chunk) for index, chunk in enumerate(flat.chunks(chunk_numel)) if len(chunk.overlap(run))]
+
+
+ALONE = Share()
+"""One process keeps everything."""
