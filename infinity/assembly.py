@@ -37,6 +37,7 @@ from infinity.runtime.scheduler import Movers, Scheduler
 from infinity.runtime.states import States, named_states
 from infinity.runtime.units import Unit
 from infinity.sharding.ranks import Ranks, join_ranks
+from infinity.sharding.share import Share
 from infinity.storage.copies import Copies
 from infinity.storage.device_limit import DeviceLimit
 from infinity.storage.reserve import Reserve
@@ -78,6 +79,7 @@ class Parts:
     config: Config
     device: torch.device
     ranks: Ranks
+    share: Share
     timeline: Timeline
     model: nn.Module
     units: list[Unit]
@@ -127,6 +129,7 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             config=config,
             device=prepared.device,
             ranks=ranks,
+            share=prepared.share,
             timeline=kept.timeline,
             model=prepared.model,
             units=prepared.units,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,8 +18,9 @@ from infinity.alike import check_alone
 from infinity.assembly import Parts, assemble
 from infinity.config import load_config
 from infinity.config.load import Source
-from infinity.errors import ClosedError
+from infinity.errors import ClosedError, ConfigError
 from infinity.home import Home
+from infinity.kinds import Group
 from infinity.optim.optimizer import TieredAdamW
 from infinity.planner.plan import Plan
 from infinity.preparation import Model, ParamGroups, preview
@@ -130,6 +131,21 @@ class Engine:
         """Real values in the parameters of `module` (the whole model if left out), for reading and changing, inside `with`."""
         self._check_open()
         return self._parts.hooks.gathered(self.model if module is None else module)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around the backward passes of all micro-steps but the last, as DistributedDataParallel's: ranks do not talk in them.
+
+        Where gradients are whole on each rank (one process, zero.stage 0 and 1) they never do before the step, so this changes nothing.
+        Raises ConfigError at stages 2 and 3: each rank has room for its own part of the gradients only.
+        """
+        self._check_open()
+        if self._parts.share.is_sharded(Group.GRAD):
+            stage = self._parts.share.stage.number
+            raise ConfigError(
+                f"no_sync() keeps whole gradients on each rank, and zero.stage = {stage} makes room for one part in {self.world_size} of them. "
+                "Set zero.stage = 1, which reduces once per step, or leave no_sync() out"
+            )
+        return nullcontext()
 
     def save(self, directory: str | Path) -> Work:
         """Write a complete checkpoint: weights, moments, step, loss scale, registered objects, generators, buffers.

@@ -306,29 +306,40 @@ def check_loss(folder, world_size, place, how):
 
 
 class Fails(nn.Module):
-    def __init__(self, fails):
+    """Raises on one rank in its second step: where the second layer has run, or where its gradient has gone down."""
+
+    def __init__(self, place):
         super().__init__()
-        self.linear, self.fails = nn.Linear(8, 8), fails
+        self.layers, self.place = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), place
+
+    def fail(self, step):
+        if step == 1:
+            raise ValueError("a bad batch")
 
     def forward(self, x, step):
-        if self.fails and step == 1:
-            raise ValueError("a bad batch")
-        return self.linear(x).square().mean()
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 1 and self.place == "forward":
+                self.fail(step)
+            if index == 1 and self.place == "backward":
+                x.register_hook(lambda grad: self.fail(step))
+        return x.square().mean()
 
 
-def train_until_one_fails(rank, world_size, folder):
-    with infinity.initialize(Fails(rank == 1), settings(folder)) as engine:
+def train_until_one_fails(rank, world_size, folder, place):
+    with infinity.initialize(Fails(place if rank == 1 else ""), settings(folder, units={"threshold": 10})) as engine:
         for step in range(3):
             engine.model(torch.ones(2, 8), step).backward()
             engine.optimizer.step()
             engine.optimizer.zero_grad()
 
 
-def test_an_error_in_one_ranks_program_ends_the_others_long_before_the_timeout(tmp_path):
-    with job(train_until_one_fails, 3, tmp_path) as running:
-        found = [running.outcome(rank, within_s=30.0) for rank in range(3)]
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_in_one_ranks_program_ends_the_others_long_before_the_timeout(tmp_path, place):
+    with job(train_until_one_fails, 2, tmp_path, place) as running:
+        found = [running.outcome(rank, within_s=30.0) for rank in range(2)]
     assert found[1].error == "ValueError: a bad batch"
-    assert all(found[rank].error.startswith("RankError: rank 1 has ended, after") for rank in (0, 2)), found
+    assert found[0].error.startswith("RankError: rank 1 has ended, after"), found
 
 
 def go_on(rank, world_size, folder, steps):
@@ -362,38 +373,90 @@ def test_what_ranks_cannot_do_yet_is_refused_in_words(tmp_path):
     assert all(error.startswith("ConfigError: engine.save is not offered over 2 ranks yet") for error in told)
 
 
-class TwoFlats(nn.Module):
-    """A unit of two dtypes; which of its gradients comes first differs between ranks."""
+class Routed(nn.Module):
+    """A mixture of experts, of two dtypes. Each batch goes to one expert; whether the fp32 scale is used is a matter of the data too."""
 
-    def __init__(self, is_other_way):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(16, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x, expert, is_scaled):
+        hidden = self.experts[expert](x) * self.router(x).softmax(-1)[:, expert : expert + 1]
+        return hidden * self.scale.to(hidden.dtype) if is_scaled else hidden
+
+
+class RoutedBlocks(nn.Module):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.linear, self.scale, self.is_other_way = nn.Linear(16, 16), nn.Parameter(torch.ones(16)), is_other_way
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
 
-    def forward(self, x):
-        hidden = x * self.scale.to(x.dtype) if self.is_other_way else x
-        hidden = self.linear(hidden)
-        return (hidden if self.is_other_way else hidden * self.scale.to(hidden.dtype)).float().square().mean()
+    def forward(self, x, expert, is_scaled):
+        for block in self.blocks:
+            x = x + block(x, expert, is_scaled)
+        return x.float().square().mean()
 
 
 def train_beside(rank, world_size, folder):
-    """Two engines in turns, and collectives of the program's own, whenever it likes."""
-    x = torch.ones(2, 16, dtype=torch.bfloat16)
-    config = settings(folder, precision={"dtype": "bf16", "keep_fp32": ["scale"]})
-    with infinity.initialize(TwoFlats(rank == 1), config) as one, infinity.initialize(TwoFlats(rank == 0), {**config, "store": {"run": "b"}}) as two:
-        for _ in range(4):
+    """At each stage two engines in turns, and collectives of the program's own whenever it likes. Returns the last values by stage."""
+    found = []
+    for stage in range(4):
+        run = {"zero": {"stage": stage}, "train": {"accumulation": 1}}
+        config = settings(folder, precision={"dtype": "bf16", "keep_fp32": ["*scale"]}, optimizer={"lr": 0.01}, **run)
+        other = {**config, "store": {"run": "b", "resume": "never"}}
+        with infinity.initialize(RoutedBlocks(), config) as one, infinity.initialize(RoutedBlocks(), other) as two:
+            for step in range(4):
+                for engine in (one, two):
+                    x = torch.full((2, 16), 1.0 + rank + step, dtype=torch.bfloat16)
+                    engine.model(x, (rank + step) % 3, rank == step % 2).backward()
+                    engine.optimizer.step()
+                    mine = torch.tensor(float(rank))
+                    dist.all_reduce(mine)
+                    engine.optimizer.zero_grad()
+                    assert mine.item() == sum(range(world_size))
             for engine in (one, two):
-                engine.model(x).backward()
-                engine.optimizer.step()
-                mine = torch.tensor(float(rank))
-                dist.all_reduce(mine)
-                engine.optimizer.zero_grad()
-                assert mine.item() == sum(range(world_size))
-        return one.global_step, two.global_step
+                with engine.gathered():
+                    found.append(torch.cat([p.detach().float().flatten() for p in engine.model.parameters()]).numpy())
+    return found
 
 
-def test_units_of_two_dtypes_two_engines_and_the_programs_own_collectives(tmp_path):
-    assert run_ranks(train_beside, 2, tmp_path) == [(4, 4)] * 2
+def test_ranks_that_route_differently_two_engines_and_the_programs_own_collectives(tmp_path):
+    first, *others = (values for found in run_ranks(train_beside, 2, tmp_path) for values in found)
+    assert all((values == first).all() for values in others), "at every stage, in both engines, on both ranks"
+    with torch.no_grad():
+        assert (torch.cat([p.flatten() for p in RoutedBlocks().parameters()]).numpy() != first).mean() > 0.9
+
+
+def change_and_hold_back(rank, world_size, folder):
+    told = []
+    with infinity.initialize(Primes(), settings(folder, zero={"stage": 1})) as engine:
+        for x, is_used in calls_of(Primes, rank, world_size)[:2]:
+            with engine.no_sync():
+                engine.model(x, is_used).backward()
+        engine.optimizer.step()
+        assert engine.global_step == 1
+    with infinity.initialize(Primes(), settings(folder, store={"run": "b"})) as engine:
+        for misuse in (engine.no_sync, lambda: change_on_one_rank(engine, rank)):
+            try:
+                misuse()
+            except ValueError as error:
+                told.append(str(error))
+            except infinity.errors.TraceError as error:
+                told.append(str(error))
+        return told
+
+
+def change_on_one_rank(engine, rank):
+    with engine.gathered(engine.model.head):
+        engine.model.head.weight.data.add_(rank)
+
+
+def test_what_ranks_must_do_alike_is_refused_in_words(tmp_path):
+    for told in run_ranks(change_and_hold_back, 2, tmp_path):
+        assert told[0].startswith("no_sync() keeps whole gradients on each rank, and zero.stage = 3 makes room for one part in 2 of them. Set")
+        assert told[1].startswith("the parameters of unit") and "were changed on rank 0 in another way than on rank 1" in told[1]
 
 
 def break_a_file(rank, world_size, folder):

@@ -9,7 +9,7 @@ import torch
 
 from infinity.kinds import OPTIMIZER_STATES, Group, Tier
 from infinity.sharding.layout import FlatLayout, Interval, UnitLayout
-from infinity.sharding.share import Share
+from infinity.sharding.share import ALONE, Share
 from infinity.storage.chunks import ChunkKey, ChunkSpec, Part
 
 STATE_BYTES = 4
@@ -63,7 +63,7 @@ class Piece:
         return Piece(self.key, self.layout, self.flat, interval, self.nbytes // self.numel * len(interval))
 
 
-def pieces(layouts: Sequence[UnitLayout], chunk_numel: int, accumulates: bool, share: Share) -> list[Piece]:
+def pieces(layouts: Sequence[UnitLayout], chunk_numel: int, accumulates: bool, share: Share = ALONE) -> list[Piece]:
     """Every chunk of the share, group by group in order of value: parameters are read twice a step, gradients come before 12 bytes of states."""
     return [piece for group in (Group.PARAM, Group.GRAD, Group.OPTIMIZER) for piece in _of_group(layouts, group, chunk_numel, accumulates, share)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -44,6 +45,7 @@ class Descent:
         self._deadline_s = max(deadline_s, ranks.limit_s)
         self._reducing: list[Work] = []
         """Collectives of this pass."""
+        self._is_broken_off = False
 
     def buffer(self, unit: Unit, flat: int) -> Tensor:
         """A fresh buffer for a full flat gradient on the compute device, contents undefined."""
@@ -55,8 +57,16 @@ class Descent:
             return torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
         return self._slabs.take(layout.nbytes).view(layout.dtype)
 
+    def flats_to_reduce(self, unit: Unit, begun: Collection[int]) -> Sequence[int]:
+        """Those in `begun`; where ranks reduce, everything trained of the unit: another rank may have gradients where this one has none."""
+        if not self._share.is_sharded(Group.GRAD):
+            return sorted(begun)
+        return [f for f, flat in enumerate(unit.layout.flats) if flat.trainable]
+
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
         """A full flat gradient goes to rest; ownership passes."""
+        if self._is_broken_off:
+            return
         nbytes = footprint(grad.nbytes, self._device)
         self._grads.let_go()
         if not self._budget.try_take(nbytes):
@@ -81,8 +91,14 @@ class Descent:
                 return
         self._budget.take(nbytes, f"the gradient of {name}", self._deadline_s)
 
+    def break_off(self) -> None:
+        """The pass has raised on this rank. Where ranks reduce nothing more of it goes down: the others learn why from the end of this rank's
+        program, and not from collectives that do not match theirs."""
+        self._is_broken_off = self._share.is_sharded(Group.GRAD)
+
     def end(self) -> None:
         """The pass is over: from here on all ranks know the same gradients."""
+        self._is_broken_off = False
         reducing, self._reducing = self._reducing, []
         for work in reducing:
             work.wait()

@@ -86,8 +86,9 @@ class FlatGrads:
 
     def hand_down(self) -> None:
         """Pass on what has arrived, zeros elsewhere. What comes later goes into a fresh buffer."""
-        for index in sorted(self._filling):  # not as they began, which may differ between ranks
-            filling = self._filling.pop(index)
+        for index in self._residency.flats_to_reduce(self._unit, self._filling) if self._filling else ():
+            filling = self._filling.get(index) or self._begin(index)
+            del self._filling[index]
             layout, flat = self._unit.layout.flats[index], filling.flat
             filling.settle()
             is_full = len(filling.present) == len(layout.slots)

@@ -268,14 +268,16 @@ class Hooks:
 
         return arrived
 
-    def _finish(self, task: int) -> None:
+    def _finish(self, task: int, *, is_broken: bool = False) -> None:
         """A backward pass is over, or died. The outermost one ends them all."""
         self._armed.discard(task)
         if not self._armed:
-            self._end_backward()
+            self._end_backward(is_broken=is_broken)
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, *, is_broken: bool) -> None:
         try:
+            if is_broken:
+                self.residency.backward_breaks()
             self._live.release_idle()
             self._live.hand_down()
         finally:
@@ -285,7 +287,7 @@ class Hooks:
         """Backward passes that raised left no word: end them before the next forward."""
         if self._armed and graph_task() == -1:
             self._armed.clear()
-            self._end_backward()
+            self._end_backward(is_broken=True)
 
     # -- both --------------------------------------------------------------------------------------------------------
 
@@ -368,7 +370,7 @@ class _Finish:
         if self._was_called:
             return
         try:
-            self._hooks._finish(self._task)
+            self._hooks._finish(self._task, is_broken=True)
         except Exception:  # the error that ended the pass is on its way already
             logger.debug("cleaning up after a backward pass that raised", exc_info=True)
 

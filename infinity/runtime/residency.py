@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -34,8 +34,14 @@ class Residency(Protocol):
     def grad_buffer(self, unit: Unit, flat: int) -> Tensor:
         """A fresh buffer [flat.numel] of the flat's dtype on the compute device, contents undefined."""
 
+    def flats_to_reduce(self, unit: Unit, begun: Collection[int]) -> Sequence[int]:
+        """Which flat gradients of a unit go down now, in order: those in `begun`, which have something, and maybe others, of zeros."""
+
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
         """Take over a full flat gradient. Slots that are not in `present`, and padding, are zero. May come several times per backward."""
+
+    def backward_breaks(self) -> None:
+        """The pass has raised. What is handed down from here to its end is a part of what it would have been."""
 
     def backward_ends(self) -> None:
         """No more gradients of this pass, also when it raised."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from infinity.errors import CapacityError, ClosedError, InfinityError, MoverError
+from infinity import native
+from infinity.errors import CapacityError, ClosedError, InfinityError, MoverError, TraceError
 from infinity.kinds import Group, Lane, Tier
 from infinity.runtime.buffers import Buffers
 from infinity.runtime.collector import Collector
@@ -31,7 +32,7 @@ from infinity.sharding.layout import Interval
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import Share
 from infinity.sizes import format_bytes
-from infinity.storage.chunks import ChunkKey
+from infinity.storage.chunks import ChunkKey, as_bytes
 from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
 from infinity.storage.slabs import SlabPool
@@ -114,6 +115,9 @@ class Scheduler:
     def backward_begins(self) -> None:
         self._movers.clock.begin("backward")
 
+    def backward_breaks(self) -> None:
+        self._movers.descent.break_off()
+
     def backward_ends(self) -> None:
         self._movers.clock.end()
         self._movers.descent.end()
@@ -186,6 +190,10 @@ class Scheduler:
         """A fresh buffer for a full flat gradient on the compute device, contents undefined."""
         return self._movers.descent.buffer(unit, flat)
 
+    def flats_to_reduce(self, unit: Unit, begun: Collection[int]) -> Sequence[int]:
+        """Of a unit whose gradients go down."""
+        return self._movers.descent.flats_to_reduce(unit, begun)
+
     def reduce(self, unit: Unit, flat: int, grad: Tensor, present: frozenset[int]) -> None:
         """A full flat gradient goes to rest; ownership passes. Waits only while too many others are still on their way."""
         self._movers.descent.reduce(unit, flat, grad, present)
@@ -196,8 +204,22 @@ class Scheduler:
         self._movers.descent.drop()
 
     def commit(self, unit: Unit, flats: Sequence[Tensor]) -> None:
-        """Changed values go back to where the unit rests."""
+        """Changed values go back to where the unit rests. Raises TraceError where another rank has others."""
+        self._check_alike(unit, flats)
         self._movers.states.commit(unit, flats)
+
+    def _check_alike(self, unit: Unit, flats: Sequence[Tensor]) -> None:
+        """Each rank keeps its own part: a change that one alone has made would be kept by halves."""
+        if self._is_alone:
+            return
+        mine = [native.crc32c(as_bytes(flat.cpu())) for flat in flats]
+        everybodys = self._movers.ranks.everybodys(mine, f"the values of {unit.name}")
+        other = next((rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]), None)
+        if other is not None:
+            raise TraceError(
+                f"the parameters of unit {unit.name!r} were changed on rank 0 in another way than on rank {other}. "
+                "Make the same changes under engine.gathered on every rank"
+            )
 
     def invalidate(self) -> None:
         """Parameters are about to change: give up what was fetched ahead."""

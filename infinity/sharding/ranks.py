@@ -260,7 +260,8 @@ class Ranks:
             told = "; ".join(f"{other!r} on {_named(names, other)}" for other in _distinct(names))
             raise TraceError(
                 f"the ranks took different ways through the model, and nothing more is updated. Collective number {self._begun} is {told}. "
-                "Let every rank call the same modules in the same order"
+                "Let every rank call the same modules in the same order. Modules that only some batches use, such as experts, belong into one unit: "
+                "name the class around them in units.classes"
             )
 
     def _blame(self, work: RankWork, cause: Exception, waited_s: float) -> InfinityError:

@@ -37,6 +37,9 @@ class InMemory:
     def backward_begins(self):
         self.events.append("backward begins")
 
+    def backward_breaks(self):
+        self.events.append("backward breaks")
+
     def backward_ends(self):
         self.events.append("backward ends")
 
@@ -57,6 +60,9 @@ class InMemory:
     def grad_buffer(self, unit, flat):
         layout = unit.layout.flats[flat]
         return torch.full((layout.numel,), float("nan"), dtype=layout.dtype, device=self.device)
+
+    def flats_to_reduce(self, unit, begun):
+        return sorted(begun)
 
     def reduce(self, unit, flat, grad, present):
         layout = unit.layout.flats[flat]
