@@ -104,7 +104,7 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         pool = native.ThreadPool(adam_threads(config))
         closers.callback(pool.close)
         timeline = Timeline()
-        ranks = join_ranks(config.device, timeout_s=config.zero.timeout_s, timeline=timeline)
+        ranks = join_ranks(config.device, timeout_s=config.zero.timeout_s, timeline=timeline, shard_group=_shard_group(config))
         closers.callback(ranks.close)
         with ranks.all_or_none("preparing the run"):
             check_alone(ranks, "starting from a checkpoint", checkpoint_directory is None)
@@ -147,6 +147,10 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             resumed=kept.resumed,
             closers=closers.pop_all(),
         )
+
+
+def _shard_group(config: Config) -> int | None:
+    return None if config.zero.shard_group == "auto" else config.zero.shard_group
 
 
 def _make_way(prepared: Prepared, checkpoint_directory: Path) -> None:
@@ -354,7 +358,7 @@ def _identity(prepared: Prepared) -> dict[str, str]:
     config, world_size = prepared.config, prepared.ranks.world_size
     identity = {"optimizer": "adamw", "precision": config.precision.dtype}
     if world_size > 1:
-        identity["ranks"] = f"{world_size}, zero.stage {config.zero.stage}"
+        identity["ranks"] = f"{world_size}, zero.stage {config.zero.stage}, zero.shard_group {prepared.ranks.shard_size}"
     if config.nvme.paths and config.store.resume != "never":
         identity["initial weights"] = checksum(prepared.units, _on_read(prepared))
     return identity

@@ -30,7 +30,8 @@ from infinity.runtime.builder import build_in
 from infinity.runtime.hooks import check_params
 from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
 from infinity.runtime.units import Cast, Unit, find_units, make_units
-from infinity.sharding.ranks import Ranks, ranks_here
+from infinity.sharding.groups import ranks_here
+from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import ALONE, Share
 from infinity.sharding.stages import STAGES
 from infinity.sizes import format_bytes
@@ -74,11 +75,11 @@ def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool
     before = held_now(device)
     hardware = survey(device, pool)
     module, spool = build_model(model, config, paths)
-    units = units_of(module, config, make_cast(config, module), ranks.world_size)
+    units = units_of(module, config, make_cast(config, module), ranks.shard_size)
     groups = checked_groups(group_params(module, param_groups), addresses_of(units), **defaults(config))
     check_params(units)
-    share = Share(STAGES[config.zero.stage], ranks.rank, ranks.world_size)
-    plan = plan_units(units, config, hardware, paths, before, goes_on=goes_on, share=share)
+    share = Share(STAGES[config.zero.stage], ranks.shard_rank, ranks.shard_size, ranks.world_size // ranks.shard_size)
+    plan = plan_units(units, config, hardware, paths, before, goes_on=goes_on, rank=ranks.rank, share=share)
     return Prepared(
         config=config,
         device=device,
@@ -220,10 +221,11 @@ def plan_units(
     before: dict[Tier, int],
     *,
     goes_on: bool,
+    rank: int = 0,
     share: Share = ALONE,
 ) -> Plan:
     """The plan for these units on this machine; `goes_on`: a published run keeps its chunks. Raises CapacityError or ConfigError."""
-    plan = place_units(units, config, hardware, paths, before, goes_on=goes_on, share=share)
+    plan = place_units(units, config, hardware, paths, before, goes_on=goes_on, rank=rank, share=share)
     if not plan.resting(Tier.NVME):
         return plan
     measured = [path.known_rates() for path in paths]
@@ -239,13 +241,14 @@ def place_units(
     before: dict[Tier, int],
     *,
     goes_on: bool,
+    rank: int = 0,
     share: Share = ALONE,
 ) -> Plan:
     """As `plan_units`, with the rates of the paths unknown: nothing is measured and nothing written."""
     placement = config.placement
     for key, reason in idle_keys(config, hardware.device):
         logger.warning("%s has no effect: %s", key, reason)
-    kept = _published_chunk_numel(config, paths, share.rank) if goes_on else None
+    kept = _published_chunk_numel(config, paths, rank) if goes_on else None
     wish = Wish(
         hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
         cpu_limit=None if config.budgets.cpu == "auto" else int(config.budgets.cpu),

@@ -70,10 +70,10 @@ def job(function, world_size, *args, timeout_s=60.0):
         started.close()
 
 
-def run_ranks(function, world_size, *args):
+def run_ranks(function, world_size, *args, within_s=120.0):
     """What every rank's function returned. Raises AssertionError with what a rank raised."""
     with job(function, world_size, *args) as running:
-        outcomes = [running.outcome(rank, within_s=120.0) for rank in range(world_size)]
+        outcomes = [running.outcome(rank, within_s=within_s) for rank in range(world_size)]
     for rank, outcome in enumerate(outcomes):
         assert outcome is not None and not outcome.error, f"rank {rank}: {outcome and outcome.error}"
     return [outcome.value for outcome in outcomes]

@@ -208,6 +208,10 @@ class Zero(Section):
     """What is sharded over the ranks, so that each keeps 1/N of it: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too. Each stage
     takes less memory; 3 moves half as much again between ranks as the others. Without effect in one process."""
 
+    shard_group: Annotated[Whole, Field(ge=1)] | Literal["auto"] = "auto"
+    """How many ranks split the states between them, a divisor of their number; "auto": all. Set to the ranks of one node, states are split inside
+    each node and kept once per node, and between nodes only gradients travel, 1/N of them per rank. Costs memory: 1/N is of this N."""
+
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Seconds that ranks wait for each other. One that has died, or stopped, for so long ends the others with an error that names it.
     Set it above the longest stretch that one rank spends alone, in a slow data loader for instance."""

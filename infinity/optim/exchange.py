@@ -70,7 +70,7 @@ class Exchange:
     ) -> None:
         """`grad_chunks`: those whose gradients the share keeps."""
         self._share, self._store, self._ranks, self._deadline_s = share, store, ranks, max(deadline_s, ranks.limit_s)
-        self._averages = share.world_size > 1 and not share.is_sharded(Group.GRAD)
+        self._averages = not share.is_alone and not share.is_sharded(Group.GRAD)
         self._gathers = share.is_sharded(Group.OPTIMIZER) and not share.is_sharded(Group.PARAM)
         of_flat: dict[FlatKey, list[Chunk]] = {}
         for chunk in grad_chunks:
@@ -133,7 +133,7 @@ class Exchange:
                 reads.append(self._store.fetch(chunk.key(Group.GRAD), part.view(torch.uint8)))
         work = self._ranks.average(values, flat.name, after=reads)
         if not self._share.is_sharded(Group.OPTIMIZER):
-            work = self._ranks.gather(values, f"the mean of {flat.name}")
+            work = join((work, self._ranks.gather(values, f"the mean of {flat.name}")))
         return _Full(flat, values, loan, work)
 
     def _land(self, full: _Full, grads: Grads, taken: GradSet, present: dict[FlatKey, frozenset[int]]) -> None:

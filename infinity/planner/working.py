@@ -101,7 +101,7 @@ def _exchange(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterat
     share, sizes = job.share, [0]
     exchanged = {Group.PARAM: share.is_sharded(Group.OPTIMIZER) and not share.is_sharded(Group.PARAM), Group.GRAD: not share.is_sharded(Group.GRAD)}
     for piece in chunks:
-        if share.world_size > 1 and piece.flat.trainable and exchanged.get(piece.key.group) and placement[piece.key] is not job.compute:
+        if not share.is_alone and piece.flat.trainable and exchanged.get(piece.key.group) and placement[piece.key] is not job.compute:
             sizes.append(piece.flat.numel * element_bytes(piece.flat, piece.key.group, job.wish.accumulates))
     yield Working(name="buffers between ranks", tier=job.compute, nbytes=BUFFERS * slab_bytes(max(sizes)))
 

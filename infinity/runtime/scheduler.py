@@ -77,7 +77,7 @@ class Scheduler:
         self._budget_bytes, self._prefetch_units, self._deadline_s = budget_bytes, prefetch_units, deadline_s
         self._spare_bytes = spare_bytes
         self._is_overdrawn = False
-        self._is_alone = movers.share.world_size == 1
+        self._is_alone = movers.share.is_alone
         self._gathers = movers.share.is_sharded(Group.PARAM)
         self._resting = {unit.layout.index: resting_unit(unit, movers.store, device, chunk_numel, movers.share) for unit in units}
         self._trace = Trace()

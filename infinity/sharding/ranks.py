@@ -6,7 +6,6 @@ torch.distributed does the work: gloo between CPU tensors. A world of one rank t
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -14,7 +13,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -23,9 +21,10 @@ from torch import Tensor
 
 from infinity.errors import ClosedError, ConfigError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
+from infinity.sharding.groups import COLLECTIVE, Groups, join_groups
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import FAILED, Watch
-from infinity.storage.work import COMPLETED, Work
+from infinity.storage.work import COMPLETED, Work, join
 from infinity.timeline import Timeline
 
 logger = logging.getLogger("infinity")
@@ -39,9 +38,6 @@ BETWEEN = "between two collectives"
 
 PATIENCE = 1.25
 """Timeouts after which the watch has missed a rank that is dead: one, and the beats around it."""
-
-_COLLECTIVE = 2
-"""Timeouts after which a collective gives up: by then the watch has named who is dead, also where others have waited for it before it died."""
 
 T = TypeVar("T")
 Reduced = Callable[[Tensor, frozenset[int]], None]
@@ -88,6 +84,8 @@ class _Asked:
     nbytes: int
     after: Sequence[Work]
     """What has to be over on this rank first."""
+    among: Any
+    """The process group whose ranks do it together."""
 
 
 class Ranks:
@@ -97,12 +95,18 @@ class Ranks:
     crosswise. Tensors belong to the collective until its work is over. After a RankError every further call raises the same error.
     """
 
-    def __init__(self, *, timeout_s: float, timeline: Timeline, group: dist.ProcessGroup | None = None, store: Any = None) -> None:
-        """`group` None: a world of one. `store`: any that all ranks of the group share. Waits at most `timeout_s` for another rank."""
-        self._group, self._timeout_s, self._timeline = group, timeout_s, timeline
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.limit_s = 3 * _COLLECTIVE * timeout_s if self.world_size > 1 else 0.0
+    def __init__(self, *, timeout_s: float, timeline: Timeline, groups: Groups | None = None, store: Any = None) -> None:
+        """`groups` None: a world of one. `store`: any that all ranks share. Waits at most `timeout_s` for another rank."""
+        self._timeout_s, self._timeline = timeout_s, timeline
+        self._group: Any = None if groups is None else groups.everyone
+        self._shards: Any = None if groups is None else groups.shards
+        self._replicas: Any = None if groups is None else groups.replicas
+        self.rank = 0 if groups is None else dist.get_rank(self._group)
+        self.world_size = 1 if groups is None else dist.get_world_size(self._group)
+        self.shard_rank = 0 if groups is None else dist.get_rank(self._shards)
+        self.shard_size = 1 if groups is None else dist.get_world_size(self._shards)
+        """Over how many ranks a flat buffer is split. The others keep replicas of the same shards."""
+        self.limit_s = 3 * COLLECTIVE * timeout_s if self.world_size > 1 else 0.0
         """Seconds that a collective may take, from asking: it may wait for one before it, and for itself, and then for whom to blame."""
         self._begun = 0
         self._error: InfinityError | None = None
@@ -110,8 +114,8 @@ class Ranks:
         self._waiting: dict[RankWork, None] = {}
         self._lock = threading.Lock()
         self._watch: Watch | None = None
-        if group is not None and store is not None and self.world_size > 1:
-            beats = dist.PrefixStore(f"infinity/{group.group_name}", store)  # type: ignore[attr-defined]
+        if groups is not None and store is not None and self.world_size > 1:
+            beats = dist.PrefixStore(f"infinity/{groups.everyone.group_name}", store)  # type: ignore[attr-defined]
             self._watch = Watch(beats, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s, on_loss=self._lose)
             self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
             self._thread.start()
@@ -119,12 +123,14 @@ class Ranks:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def gather(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
-        """All-gather in place: `full` [world_size x n] holds this rank's shard once `after` is over, and everybody's once the work is."""
+        """All-gather in place: `full` [shard_size x n] holds this rank's shard once `after` is over, and everybody's once the work is."""
+        if self.shard_size == 1:
+            return join(after)
         own = full[_slice(self.shard(full.numel()))]
-        return self._ask(f"gather of {name}", full.nbytes, lambda: _all_gather(full, own, group=self._group), after)
+        return self._ask(f"gather of {name}", full.nbytes, lambda: _all_gather(full, own, group=self._shards), after, self._shards)
 
     def reduce(self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced) -> Work:
-        """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [world_size x n], and who of `count` members
+        """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [shard_size x n], and who of `count` members
         any rank has. It is called before the work is over, from the thread of the collectives.
 
         The other shards' contents are undefined then. Every rank divides before it adds, as DistributedDataParallel does.
@@ -140,15 +146,15 @@ class Ranks:
         return self._ask(f"reduce of {name}", full.nbytes, reduce)
 
     def average(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
-        """The same where all ranks know already who has a part in it, and that `after` is over before: the mean is in this rank's shard of `full`."""
+        """The same where all ranks know already who has a part in it, once `after` is over: the mean is in this rank's shard of `full`."""
         return self._ask(f"mean of {name}", full.nbytes, lambda: self._average(full), after)
 
     def total(self, value: float, name: str) -> float:
-        """The sum over all ranks, in fp64 and in their order: the same number on each. Waits."""
-        if self.world_size == 1:
+        """The sum over all shards, in fp64 and in their order: the same number on every rank. Waits."""
+        if self.shard_size == 1:
             return value
-        cells, mine = torch.zeros(self.world_size, dtype=torch.float64), torch.tensor([value], dtype=torch.float64)
-        self._ask(f"sum of {name}", cells.nbytes, lambda: _all_gather(cells, mine, group=self._group)).wait()
+        cells, mine = torch.zeros(self.shard_size, dtype=torch.float64), torch.tensor([value], dtype=torch.float64)
+        self._ask(f"sum of {name}", cells.nbytes, lambda: _all_gather(cells, mine, group=self._shards), among=self._shards).wait()
         return float(sum(cells.tolist()))
 
     def everybodys(self, value: T, name: str) -> list[T]:
@@ -178,8 +184,8 @@ class Ranks:
 
     def shard(self, numel: int) -> Interval:
         """This rank's part of a full flat buffer."""
-        part = numel // self.world_size
-        return Interval(self.rank * part, (self.rank + 1) * part)
+        part = numel // self.shard_size
+        return Interval(self.shard_rank * part, (self.shard_rank + 1) * part)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -196,7 +202,10 @@ class Ranks:
         """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""
         own = full[_slice(self.shard(full.numel()))]
         full.div_(self.world_size)
-        _reduce_scatter(own, full, group=self._group)
+        if self.shard_size > 1:
+            _reduce_scatter(own, full, group=self._shards)
+        if self._replicas is not None:
+            dist.all_reduce(own, group=self._replicas)
         return own
 
     def _union(self, members: frozenset[int], count: int) -> frozenset[int]:
@@ -205,7 +214,7 @@ class Ranks:
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)
         return frozenset(mask.nonzero().flatten().tolist())
 
-    def _ask(self, name: str, nbytes: int, operation: _Operation, after: Sequence[Work] = ()) -> Work:
+    def _ask(self, name: str, nbytes: int, operation: _Operation, after: Sequence[Work] = (), among: Any = None) -> Work:
         if self.world_size == 1:
             return COMPLETED
         work = RankWork(name, self.limit_s)
@@ -213,7 +222,7 @@ class Ranks:
             if self._error is not None:
                 raise self._error
             self._waiting[work] = None
-        self._asked.put(_Asked(work, operation, nbytes, after))
+        self._asked.put(_Asked(work, operation, nbytes, after, among or self._group))
         return work
 
     def _run(self) -> None:
@@ -240,7 +249,7 @@ class Ranks:
             for motion in asked.after:
                 motion.wait()
             with self._timeline.span(Lane.COMM, name, asked.nbytes):
-                self._agree(name)
+                self._agree(name, asked.among)
                 asked.operation()
         except InfinityError as error:
             return error
@@ -249,14 +258,15 @@ class Ranks:
         self._watch.tell(self._begun, BETWEEN)
         return None
 
-    def _agree(self, name: str) -> None:
+    def _agree(self, name: str, group: Any) -> None:
         """Raise TraceError, on all ranks, where they have come to different collectives: of gathers of equal size nobody else would notice."""
         mine = torch.tensor([zlib.crc32(name.encode())])
-        everybodys = torch.empty(self.world_size, dtype=mine.dtype)
-        _all_gather(everybodys, mine, group=self._group)
+        size = dist.get_world_size(group)
+        everybodys = torch.empty(size, dtype=mine.dtype)
+        _all_gather(everybodys, mine, group=group)
         if len(set(everybodys.tolist())) > 1:
-            names: list[Any] = [name] * self.world_size
-            dist.all_gather_object(names, name, group=self._group)
+            names: list[Any] = [name] * size
+            dist.all_gather_object(names, name, group=group)
             told = "; ".join(f"{other!r} on {_named(names, other)}" for other in _distinct(names))
             raise TraceError(
                 f"the ranks took different ways through the model, and nothing more is updated. Collective number {self._begun} is {told}. "
@@ -288,37 +298,11 @@ class Ranks:
             work.end(self._error)
 
 
-def ranks_here() -> int:
-    """How many ranks share this machine's memory, cores and disks: what torchrun says, 1 without it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def join_ranks(device: str, *, timeout_s: float, timeline: Timeline) -> Ranks:
-    """The ranks that torchrun started, or those of the process group that the program has made; alone where there is neither.
-
-    `device`: as configured, "auto" or a torch.device's name. Raises ConfigError where the process group cannot be made.
-    """
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return Ranks(timeout_s=timeout_s, timeline=timeline)
-        _make_group(device, timeout_s)
-    if dist.get_world_size() == 1:
-        return Ranks(timeout_s=timeout_s, timeline=timeline)
-    # a group of the engine's own: the program's collectives come from other threads, and would come in between
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_COLLECTIVE * timeout_s))
-    return Ranks(timeout_s=timeout_s, timeline=timeline, group=group, store=dist.distributed_c10d._get_default_store())
-
-
-def _make_group(device: str, timeout_s: float) -> None:
-    wanted = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    missing = [name for name, value in wanted.items() if value is None]
-    if missing:
-        raise ConfigError(f"WORLD_SIZE is {wanted['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the ranks with torchrun")
-    try:
-        uses_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-        dist.init_process_group("nccl" if uses_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
-    except Exception as error:
-        raise ConfigError(f"no process group of {wanted['WORLD_SIZE']} ranks at {wanted['MASTER_ADDR']}:{wanted['MASTER_PORT']}: {error}") from error
+def join_ranks(device: str, *, timeout_s: float, timeline: Timeline, shard_group: int | None = None) -> Ranks:
+    """The ranks of this job, as `join_groups` finds them; alone where there are none."""
+    groups = join_groups(device, timeout_s=timeout_s, shard_group=shard_group)
+    store = None if groups is None else dist.distributed_c10d._get_default_store()
+    return Ranks(timeout_s=timeout_s, timeline=timeline, groups=groups, store=store)
 
 
 def _slice(run: Interval) -> slice:

@@ -11,11 +11,20 @@ from infinity.sharding.stages import STAGES, Stage
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of a group of states that the stage shards, this rank's part of each flat buffer; of the others everything."""
+    """Of a group of states that the stage shards, this rank's part of each flat buffer; of the others everything.
+
+    `rank` and `world_size` are those of the ranks that split a flat buffer between them; so many `replicas` of it are in the job.
+    """
 
     stage: Stage = STAGES[3]
     rank: int = 0
     world_size: int = 1
+    replicas: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        """One process trains."""
+        return self.world_size == self.replicas == 1
 
     def is_sharded(self, group: Group) -> bool:
         """Whether other ranks keep what is missing here."""

@@ -75,6 +75,36 @@ def test_collectives_of_real_processes(world_size):
     assert len({values["total"] for values in found}) == 1 and found[0]["total"] == pytest.approx(0.1 * sum(range(1, world_size + 1)))
 
 
+def replicate(rank, world_size):
+    """Two groups of two: shards inside, replicas across."""
+    ranks = join_ranks("cpu", timeout_s=30.0, timeline=Timeline(), shard_group=2)
+    full, own = torch.full((4,), -1.0), ranks.shard(4)
+    full[own.start : own.stop] = float(rank)
+    ranks.gather(full, "u").wait(30)
+    grad, reduced = torch.arange(4.0) * (rank + 1), []
+    ranks.reduce(grad, frozenset({rank}), 4, "u", lambda own, present: reduced.extend([own.tolist(), present])).wait(30)
+    found = (ranks.shard_rank, ranks.shard_size), full.tolist(), reduced, ranks.total(10.0**ranks.shard_rank, "norm")
+    ranks.close()
+    return found
+
+
+def test_shards_inside_a_group_and_replicas_across():
+    for rank, found in enumerate(run_ranks(replicate, 4)):
+        first = rank // 2 * 2
+        mean = [2.5 * n for n in range(4)][rank % 2 * 2 :][:2]
+        assert found == ((rank % 2, 2), [first, first, first + 1, first + 1], [mean, {0, 1, 2, 3}], 11.0)
+
+
+def divide(rank, world_size):
+    join_ranks("cpu", timeout_s=30.0, timeline=Timeline(), shard_group=2)
+
+
+def test_a_group_that_does_not_divide_the_ranks_is_refused():
+    with job(divide, 3) as running:
+        told = {running.outcome(rank).error for rank in range(3)}
+    assert told == {"ConfigError: zero.shard_group = 2 does not divide the 3 ranks. Start a multiple of 2, or choose a divisor"}
+
+
 def compare(rank, world_size):
     ranks = ranks_of()
     ranks.check_same("adamw", "optimizer", "")
