@@ -203,6 +203,30 @@ def crc32c(buffer: Tensor, crc: int = 0) -> int:
     return int(lib.inf_crc32c(crc, _flat(buffer, "buffer", (torch.uint8,), buffer.numel()), buffer.numel()))
 
 
+def crc32c_combine(first: int, second: int, second_nbytes: int) -> int:
+    """CRC-32C of two runs of bytes end to end, from that of each.
+
+    A crc is a polynomial modulo Castagnoli's, so `second_nbytes` behind it multiply it by x to the 8 * second_nbytes: some 40 squarings.
+    """
+    shift, power = 1 << 31, 1 << 23  # x to the 0 and to the 8: bit 31 - n is the coefficient of x to the n
+    while second_nbytes:
+        if second_nbytes & 1:
+            shift = _times(shift, power)
+        power = _times(power, power)
+        second_nbytes >>= 1
+    return _times(first, shift) ^ second
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials, modulo Castagnoli's."""
+    product = 0
+    for n in range(31, -1, -1):
+        if a >> n & 1:
+            product ^= b
+        b = b >> 1 ^ (0x82F63B78 if b & 1 else 0)
+    return product
+
+
 # ---- memory ----
 
 

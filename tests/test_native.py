@@ -344,7 +344,20 @@ def test_crc32c_of_parts_is_that_of_the_whole(n: int, cut: float, seed: int) -> 
     at = int(n * cut)
     whole = native.crc32c(data)
     assert native.crc32c(data[at:], native.crc32c(data[:at])) == whole
+    assert native.crc32c_combine(native.crc32c(data[:at]), native.crc32c(data[at:]), n - at) == whole
     assert lib.inf_crc32c_table(0, ffi.cast("void *", data.data_ptr()), n) == whole
+
+
+def test_crc32c_combines_runs_longer_than_memory() -> None:
+    """In any order of combining, and two halves of zeros are twice as many zeros."""
+    n = (1 << 40) + 5
+    a, b, c = 0x12345678, 0xE3069283, 0x8A9136AA
+    left = native.crc32c_combine(native.crc32c_combine(a, b, n), c, 7)
+    assert left == native.crc32c_combine(a, native.crc32c_combine(b, c, 7), n + 7)
+    zeros, nbytes = native.crc32c(torch.zeros(1 << 10, dtype=torch.uint8)), 1 << 10
+    while nbytes < 1 << 24:
+        zeros, nbytes = native.crc32c_combine(zeros, zeros, nbytes), 2 * nbytes
+    assert zeros == native.crc32c(torch.zeros(nbytes, dtype=torch.uint8))
 
 
 # ---- pool ----
