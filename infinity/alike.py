@@ -25,12 +25,6 @@ def check_alike(ranks: Ranks, config: Config, layouts: Sequence[UnitLayout], pla
     )
 
 
-def check_alone(ranks: Ranks, what: str, is_left_out: bool = False) -> None:
-    """Raise ConfigError for what one process can do and several cannot yet."""
-    if ranks.world_size > 1 and not is_left_out:
-        raise ConfigError(f"{what} is not offered over {ranks.world_size} ranks yet: the run's own files are, with store.resume")
-
-
 def _check(ranks: Ranks, mine: Mapping[str, str], what: str, hint: str) -> None:
     everybodys = ranks.everybodys(mine, what)
     names = dict.fromkeys(name for values in everybodys for name in values)

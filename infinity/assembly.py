@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity import checkpoint, native
-from infinity.alike import check_alike, check_alone
+from infinity.alike import check_alike
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.kinds import Group, Tier
@@ -107,7 +107,6 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         ranks = join_ranks(config.device, timeout_s=config.zero.timeout_s, timeline=timeline, shard_group=_shard_group(config))
         closers.callback(ranks.close)
         with ranks.all_or_none("preparing the run"):
-            check_alone(ranks, "starting from a checkpoint", checkpoint_directory is None)
             prepared = prepare(model, config, param_groups, pool, ranks, goes_on=checkpoint_directory is None)
         check_alike(ranks, config, [unit.layout for unit in prepared.units], prepared.plan)
         if checkpoint_directory is not None:
@@ -156,16 +155,19 @@ def _shard_group(config: Config) -> int | None:
 def _make_way(prepared: Prepared, checkpoint_directory: Path) -> None:
     """Remove what the run's store holds, once the checkpoint that replaces it is known to be whole and to fit."""
     names, buffers = names_of(prepared.groups, addresses_of(prepared.units)), dict(prepared.model.named_buffers())
-    places = [path.path for path in prepared.paths]
+    places, run, ranks = [path.path for path in prepared.paths], prepared.config.store.run, prepared.ranks
     checkpoint.verify(
         checkpoint_directory,
         named_states(prepared.units),
         accept=lambda extra: check_fits(extra["run"], names, buffers),
-        thoroughly=bool(run_files(places, prepared.config.store.run).files),
+        thoroughly=any(ranks.everybodys(bool(run_files(places, run).files), "the run's files")),
+        ranks=ranks,
     )
-    removed = discard(places, prepared.config.store.run)
-    if removed.files:
-        logger.warning("run %r made way for %s: %d bytes of its files were removed", removed.run, checkpoint_directory, removed.nbytes)
+    for rank in range(ranks.world_size):  # in turns: ranks may share directories, and who removes locks them
+        with ranks.all_or_none("making way for a checkpoint"):
+            removed = discard(places, run) if rank == ranks.rank else None
+        if removed and removed.files:
+            logger.warning("run %r made way for %s: %d bytes of its files were removed", run, checkpoint_directory, removed.nbytes)
 
 
 def _limit_device(prepared: Prepared, closers: ExitStack) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from infinity import checkpoint
-from infinity.alike import check_alone
 from infinity.assembly import Parts, assemble
 from infinity.config import load_config
 from infinity.config.load import Source
@@ -65,7 +64,7 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._state = RunState(parts.model, parts.optimizer, parts.loss_scale, parts.device)
+        self._state = RunState(parts.model, parts.optimizer, parts.loss_scale, parts.device, parts.ranks.rank)
         self._closed = False
         self._home = Home()
         self._is_published = bool(parts.config.nvme.paths) and parts.config.store.resume != "never"
@@ -150,49 +149,57 @@ class Engine:
     def save(self, directory: str | Path) -> Work:
         """Write a complete checkpoint: weights, moments, step, loss scale, registered objects, generators, buffers.
 
-        It is written when this returns, and appears whole or not at all. Raises CheckpointError if the directory exists, StorageError
-        when the disk is full.
+        It is written when this returns, and appears whole or not at all. Over ranks every rank calls it, with a directory that all share, and
+        writes what it holds; any number of ranks can load it. Raises CheckpointError if the directory exists, StorageError when the disk is
+        full, RankError for what only another rank could not do.
         """
         self._check_open()
-        check_alone(self._parts.ranks, "engine.save")
-        self._parts.pipeline.check()
+        with self._parts.ranks.all_or_none("beginning to save"):
+            self._parts.pipeline.check()
+            run = self._state.capture()
         dtypes = {slot.name: flat.dtype for unit in self._parts.units for flat in unit.layout.flats for slot in flat.slots}
         try:
             checkpoint.save(
                 Path(directory),
                 self._parts.states,
-                {"run": self._state.capture()},
+                {"run": run},
                 step=self.global_step,
                 dtypes=dtypes,
                 aliases=self._tied_names(),
                 buffers=self._persistent_buffers(),
+                ranks=self._parts.ranks,
             )
         finally:
             self._parts.states.flush()  # the next step changes what was read
         return COMPLETED
 
     def load(self, directory: str | Path) -> None:
-        """Put back what `save` wrote, also one made under another placement, other budgets or other paths.
+        """Put back what `save` wrote, also one made under another placement, other budgets, other paths or by another number of ranks.
 
-        Raises CheckpointError before anything is changed when parameters, shapes or files do not match.
+        Over ranks every rank calls it. Raises CheckpointError before anything is changed on any rank when parameters, shapes or files do not match.
         """
         self._check_open()
-        check_alone(self._parts.ranks, "engine.load")
-        self._parts.pipeline.check()
+        ranks = self._parts.ranks
+        with ranks.all_or_none("beginning to load"):
+            self._parts.pipeline.check()
         self._parts.scheduler.invalidate()
         self._parts.optimizer.zero_grad()
         is_changed = False
 
-        def accept(extra: Mapping[str, Any]) -> None:
+        def begin() -> None:
             nonlocal is_changed
-            self._state.check(extra["run"])
             is_changed = True
 
         try:
-            extra = checkpoint.load(Path(directory), self._parts.states, accept=accept)
-            self._parts.states.flush()
-            self._new_values()
-            self._state.restore(extra["run"])
+            extra = checkpoint.load(
+                Path(directory), self._parts.states, accept=lambda extra: self._state.check(extra["run"]), begin=begin, ranks=ranks
+            )
+            with ranks.all_or_none("writing back what was loaded"):
+                self._parts.states.flush()
+            self._parts.exchange.gather_all()
+            with ranks.all_or_none("putting back what belongs to the run"):
+                self._new_values()
+                self._state.restore(extra["run"])
         except BaseException as error:
             if is_changed:
                 self._parts.pipeline.spoil(error)

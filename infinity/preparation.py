@@ -78,7 +78,8 @@ def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool
     units = units_of(module, config, make_cast(config, module), ranks.shard_size)
     groups = checked_groups(group_params(module, param_groups), addresses_of(units), **defaults(config))
     check_params(units)
-    share = Share(STAGES[config.zero.stage], ranks.shard_rank, ranks.shard_size, ranks.world_size // ranks.shard_size)
+    replicas, replica = ranks.world_size // ranks.shard_size, ranks.rank // ranks.shard_size
+    share = Share(STAGES[config.zero.stage], ranks.shard_rank, ranks.shard_size, replicas, replica)
     plan = plan_units(units, config, hardware, paths, before, goes_on=goes_on, rank=ranks.rank, share=share)
     return Prepared(
         config=config,

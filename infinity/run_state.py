@@ -26,8 +26,8 @@ class Stateful(Protocol):
 class RunState:
     """Captures and restores it all, as plain values and tensors."""
 
-    def __init__(self, model: nn.Module, optimizer: TieredAdamW, loss_scale: LossScale | None, device: torch.device) -> None:
-        self._model, self._optimizer, self._loss_scale, self._device = model, optimizer, loss_scale, device
+    def __init__(self, model: nn.Module, optimizer: TieredAdamW, loss_scale: LossScale | None, device: torch.device, rank: int) -> None:
+        self._model, self._optimizer, self._loss_scale, self._device, self._rank = model, optimizer, loss_scale, device, rank
         self._registered: dict[str, Stateful] = {}
         self._unclaimed: dict[str, Any] = {}
         """States of objects that a resumed run had registered and that this process has not registered yet."""
@@ -57,6 +57,7 @@ class RunState:
     def capture(self) -> dict[str, object]:
         """Everything as it is between two steps. Tensors are copies on the CPU."""
         return {
+            "rank": self._rank,
             "global_step": self.global_step,
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups],
             "group_names": self._optimizer.group_names(),
@@ -72,7 +73,10 @@ class RunState:
         check_fits(state, self._optimizer.group_names(), dict(self._model.named_buffers()))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what `capture` gave. Raises CheckpointError, before anything is changed, naming what does not fit."""
+        """Put back what `capture` gave; generators only where they are this rank's: two ranks must not draw the same numbers.
+
+        Raises CheckpointError, before anything is changed, naming what does not fit.
+        """
         self.check(state)
         self._resumed = int(state["global_step"]), state["groups"]
         self._restore_groups(state["groups"])
@@ -86,7 +90,8 @@ class RunState:
             else:
                 self._unclaimed[name] = saved
         self.global_step = int(state["global_step"])
-        self._restore_rng(state["rng"])
+        if state.get("rank", 0) == self._rank:
+            self._restore_rng(state["rng"])
 
     def _capture_rng(self) -> dict[str, object]:
         rng: dict[str, object] = {"python": random.getstate(), "torch": torch.get_rng_state()}

@@ -375,17 +375,6 @@ def test_a_run_that_was_closed_goes_on_to_the_digit(tmp_path):
     assert whole == [first + second for first, second in zip(*parts, strict=True)]
 
 
-def save(rank, world_size, folder):
-    with infinity.initialize(tiny_gpt(), settings(folder)) as engine:
-        engine.save(folder / "checkpoint")
-
-
-def test_what_ranks_cannot_do_yet_is_refused_in_words(tmp_path):
-    with job(save, 2, tmp_path) as running:
-        told = [running.outcome(rank).error for rank in range(2)]
-    assert all(error.startswith("ConfigError: engine.save is not offered over 2 ranks yet") for error in told)
-
-
 class Routed(nn.Module):
     """A mixture of experts, of two dtypes. Each batch goes to one expert; whether the fp32 scale is used is a matter of the data too."""
 

@@ -12,9 +12,9 @@ import torch
 
 from infinity.checkpoint.format import Manifest
 from infinity.checkpoint.load import Files
-from infinity.checkpoint.save import PIECE_BYTES, in_pieces
+from infinity.checkpoint.pieces import whole
 from infinity.checkpoint.staged import staged_directory, staged_file, write_text
-from infinity.checkpoint.tensorfile import Entry, Layout, TensorWriter, deal
+from infinity.checkpoint.tensorfile import Entry, Layout, TensorWriter, deal, make_file
 from infinity.kinds import State
 
 SHARD_BYTES = 5_000_000_000
@@ -88,14 +88,19 @@ def _shards(entries: Sequence[Entry], shard_bytes: int) -> dict[str, Layout]:
 
 
 def _write(layouts: Mapping[Path, Layout], files: Files, weights: Sequence[_Weight], buffers: Mapping[str, torch.Tensor]) -> None:
+    for path, layout in layouts.items():
+        make_file(path, layout)
     with ExitStack() as stack:
         writers = [stack.enter_context(TensorWriter(path, layout)) for path, layout in layouts.items()]
-        owners = {key: (writer, layout) for writer, layout in zip(writers, layouts.values(), strict=True) for key in layout.starts}
-        for weight, _, values in files.pieces(in_pieces(weights, PIECE_BYTES)):
-            writer, layout = owners[weight.name]
-            writer.write(weight.name, values.to(layout.dtypes[weight.name]))
+        owners = {key: (writer, layout.dtypes[key]) for writer, layout in zip(writers, layouts.values(), strict=True) for key in layout.starts}
+
+        def write(name: str, state: State, start: int, values: torch.Tensor) -> None:
+            writer, dtype = owners[name]
+            writer.write(name, start * dtype.itemsize, values.to(dtype))
+
+        files.read(weights, whole, write)
         for name, buffer in buffers.items():
-            owners[name][0].write(name, buffer)
+            owners[name][0].write(name, 0, buffer)
         for writer in writers:
             writer.finish()
 

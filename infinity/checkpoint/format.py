@@ -1,6 +1,7 @@
 """What a checkpoint directory holds: `manifest.json`, and the safetensors files that it names. See docs/format.md.
 
-Tensors are whole parameters and moments by name, so a checkpoint knows nothing of units, chunks, placement, paths or ranks.
+Tensors are whole parameters and moments by name, so a checkpoint knows nothing of units, chunks, placement, paths or shards; of ranks
+it knows what each kept of its own.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from infinity import native
 from infinity.checkpoint.tensorfile import DTYPES, Entry, Layout
 from infinity.errors import CheckpointError
 from infinity.kinds import State
+from infinity.sharding.layout import Interval
 from infinity.storage.shardfile import DTYPE_NAMES
 
 FORMAT = "infinity-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-EXTRA_FILE = "extra.safetensors"
 
 
 class NamedState(Protocol):
@@ -44,6 +45,9 @@ class StateSource(Protocol):
 
     def tensors(self) -> Sequence[NamedState]: ...
 
+    def share(self, name: str) -> Sequence[Interval]:
+        """The runs of elements of a parameter's states that this rank writes, in rising order: each element is in one rank's share."""
+
     def read(self, name: str, state: State, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor: flat, contiguous, on the CPU."""
 
@@ -53,6 +57,9 @@ class StateSink(Protocol):
 
     def tensors(self) -> Sequence[NamedState]: ...
 
+    def held(self, name: str) -> Sequence[Interval]:
+        """The runs of elements of a parameter's states that rest on this rank, in rising order."""
+
     def write(self, name: str, state: State, start: int, values: torch.Tensor) -> None:
         """Put `values` (flat, CPU, valid during the call only) at element `start` of the flattened tensor."""
 
@@ -60,6 +67,11 @@ class StateSink(Protocol):
 def state_key(name: str, state: State) -> str:
     """What a state is called in its safetensors file."""
     return f"{state}|{name}"
+
+
+def extra_file(rank: int) -> str:
+    """Where the tensors are that a rank keeps beside states."""
+    return f"extra-{rank:05d}.safetensors" if rank else "extra.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +98,13 @@ class Manifest:
     crcs: Mapping[str, int]
     """Key of a tensor -> CRC-32C of its bytes."""
     weights: Weights
-    extra: Any
-    """The caller's values as `values.encode` made them; a tensor is the key of one in EXTRA_FILE."""
+    extras: Sequence[Any]
+    """Each rank's values as `values.encode` made them; a tensor is the key of one in the rank's `extra_file`."""
 
     def states(self) -> dict[str, Entry]:
         """Every stored tensor that is a state, by key."""
-        return {entry.key: entry for file, entries in self.files.items() if file != EXTRA_FILE for entry in entries}
+        beside = {extra_file(rank) for rank in range(len(self.extras))}
+        return {entry.key: entry for file, entries in self.files.items() if file not in beside for entry in entries}
 
     def layouts(self) -> dict[str, Layout]:
         return {name: Layout(entries) for name, entries in self.files.items()}
@@ -106,7 +119,8 @@ class Manifest:
             "dtypes": {name: DTYPE_NAMES[dtype] for name, dtype in self.weights.dtypes.items()},
             "aliases": dict(self.weights.aliases),
             "buffers": dict(self.weights.buffers),
-            "extra": self.extra,
+            "extra": self.extras[0],
+            **({"other_extras": list(self.extras[1:])} if len(self.extras) > 1 else {}),
         }
         return json.dumps({**table, "crc32c": _crc(table)}, indent=1, allow_nan=False)
 
@@ -138,7 +152,7 @@ def _from_json(table: Any) -> Manifest:
         files={name: [Entry(e["key"], DTYPES[e["dtype"]], tuple(e["shape"])) for e in file] for name, file in table["files"].items()},
         crcs={entry["key"]: entry["crc32c"] for entry in entries},
         weights=Weights({name: DTYPES[dtype] for name, dtype in table["dtypes"].items()}, table["aliases"], table["buffers"]),
-        extra=table["extra"],
+        extras=[table["extra"], *table.get("other_extras", [])],
     )
 
 

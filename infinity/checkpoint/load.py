@@ -1,7 +1,8 @@
-"""Read a checkpoint: everything is checked before anything is changed."""
+"""Read a checkpoint: everything is checked before anything is changed, on any rank."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,61 +12,92 @@ import torch
 
 from infinity import native
 from infinity.checkpoint.format import Manifest, NamedState, StateSink, state_key
-from infinity.checkpoint.save import PIECE_BYTES, in_pieces
+from infinity.checkpoint.pieces import PIECE_BYTES, Runs, in_pieces, move, part
+from infinity.checkpoint.sums import Sum, Sums
 from infinity.checkpoint.tensorfile import Entry, TensorReader, as_bytes
 from infinity.checkpoint.values import decode
 from infinity.errors import CheckpointError
+from infinity.kinds import State
+from infinity.sharding.ranks import ALONE, Ranks
 
 _NAMES_SHOWN = 20
 
+Accept = Callable[[dict[str, Any]], None]
+"""Raises if it has no use for the extra."""
+
+Take = Callable[[str, State, int, torch.Tensor], None]
+"""(name, state, first element, values in a buffer that is used again after the call)"""
+
 
 def load(
-    directory: str | Path, sink: StateSink, *, accept: Callable[[dict[str, Any]], None] = lambda extra: None, piece_bytes: int = PIECE_BYTES
+    directory: str | Path,
+    sink: StateSink,
+    *,
+    accept: Accept = lambda extra: None,
+    begin: Callable[[], None] = lambda: None,
+    piece_bytes: int = PIECE_BYTES,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
-    """Put a checkpoint's states into `sink`, and return the `extra` that `save` was given.
+    """Put a checkpoint's states into `sink`, and return the `extra` that `save` was given on this rank, or on rank 0 where there were fewer ranks.
 
-    Raises CheckpointError, before the sink is touched, when a file is missing, cut or damaged (every checksum is verified first),
-    or when names, shapes or dtypes differ from the sink's: it lists what is missing, unexpected and different. The last to be
-    asked is `accept`, which raises if it has no use for the extra.
+    Every rank calls it, and reads what it holds. Raises CheckpointError, before any sink is touched, when a file is missing, cut or damaged
+    (every checksum is verified first), or when names, shapes or dtypes differ from the sink's: it lists what is missing, unexpected
+    and different. The last to be asked is `accept`, on all ranks; `begin` is called just before the sink is touched.
+    Raises RankError for what only another rank could not do.
     """
     tensors = sink.tensors()
-    with _opened(Path(directory), tensors) as (files, extra):
-        _read_all(files, tensors, piece_bytes)
-        accept(extra)
-        for tensor, start, values in files.pieces(in_pieces(tensors, piece_bytes)):
-            sink.write(tensor.name, tensor.state, start, values)
+    with _opened(Path(directory), tensors, ranks, piece_bytes) as (files, extra):
+        _verify(files, tensors, ranks)
+        _ask(accept, extra, ranks)
+        begin()
+        files.read(tensors, lambda tensor: sink.held(tensor.name), sink.write)
     return extra
 
 
-def verify(directory: str | Path, tensors: Sequence[NamedState], *, accept: Callable[[dict[str, Any]], None], thoroughly: bool) -> None:
+def verify(directory: str | Path, tensors: Sequence[NamedState], *, accept: Accept, thoroughly: bool, ranks: Ranks = ALONE) -> None:
     """Raise what `load` into a sink with these tensors would raise; only `thoroughly` are the checksums of the states compared."""
-    with _opened(Path(directory), tensors) as (files, extra):
+    with _opened(Path(directory), tensors, ranks, PIECE_BYTES) as (files, extra):
         if thoroughly:
-            _read_all(files, tensors, PIECE_BYTES)
-        accept(extra)
+            _verify(files, tensors, ranks)
+        _ask(accept, extra, ranks)
 
 
 @contextmanager
-def _opened(directory: Path, tensors: Sequence[NamedState]) -> Iterator[tuple[Files, dict[str, Any]]]:
-    manifest = Manifest.read(directory)
-    _compare(directory, manifest.states(), tensors)
+def _opened(directory: Path, tensors: Sequence[NamedState], ranks: Ranks, piece_bytes: int) -> Iterator[tuple[Files, dict[str, Any]]]:
     with ExitStack() as stack:
-        files = Files(directory, manifest, stack)
-        extra = decode(manifest.extra, files.tensor)
-        assert isinstance(extra, dict)
+        with ranks.all_or_none("opening a checkpoint"):
+            manifest = Manifest.read(directory)
+            _compare(directory, manifest.states(), tensors)
+            files = Files(directory, manifest, stack, ranks, piece_bytes)
+            extra = _own_extra(manifest, files, ranks)
+        mark = (manifest.step, zlib.crc32(manifest.dump().encode()))
+        ranks.check_same(mark, "the checkpoint, by its step and checksum,", f"Load {directory} from a disk that all ranks share")
         yield files, extra
 
 
-def _read_all(files: Files, tensors: Sequence[NamedState], piece_bytes: int) -> None:
-    """Reading verifies."""
-    for _ in files.pieces(in_pieces(tensors, piece_bytes)):
-        pass
+def _own_extra(manifest: Manifest, files: Files, ranks: Ranks) -> dict[str, Any]:
+    """Reading verifies, also what ranks have left that are not here today."""
+    extras = [decode(manifest.extras[rank], files.tensor) for rank in range(ranks.rank, len(manifest.extras), ranks.world_size)]
+    extra = extras[0] if extras else decode(manifest.extras[0], files.tensor)
+    assert isinstance(extra, dict)
+    return extra
+
+
+def _verify(files: Files, tensors: Sequence[NamedState], ranks: Ranks) -> None:
+    """Each rank reads its part."""
+    files.read(tensors, lambda tensor: part(tensor, ranks), lambda *piece: None)
+
+
+def _ask(accept: Accept, extra: dict[str, Any], ranks: Ranks) -> None:
+    with ranks.all_or_none("comparing what belongs to the run"):
+        accept(extra)
 
 
 class Files:
-    """The open files of a checkpoint. What is read whole is verified against its checksum."""
+    """The open files of a checkpoint. What is read whole, by one rank or by all together, is verified against its checksum."""
 
-    def __init__(self, directory: Path, manifest: Manifest, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, stack: ExitStack, ranks: Ranks = ALONE, piece_bytes: int = PIECE_BYTES) -> None:
+        self._ranks, self._piece_bytes = ranks, piece_bytes
         self._crcs = manifest.crcs
         self._entries = {entry.key: entry for entries in manifest.files.values() for entry in entries}
         self._readers: dict[str, TensorReader] = {}
@@ -73,31 +105,38 @@ class Files:
             reader = stack.enter_context(TensorReader(directory / name, layout))
             self._readers.update(dict.fromkeys(layout.starts, reader))
 
-    def pieces(self, pieces: Iterable[tuple[NamedState, int, int]]) -> Iterable[tuple[NamedState, int, torch.Tensor]]:
-        """(tensor, first element, values in a buffer that is used again) for pieces in rising order of each tensor."""
-        crcs: dict[str, int] = {}
+    def read(self, tensors: Iterable[NamedState], runs: Runs, take: Take) -> None:
+        """Give this rank's runs to `take`, piece by piece; the runs of all ranks are all elements.
+
+        Raises CheckpointError, on all ranks, when what they read together does not match a checksum.
+        """
+        sums = Sums()
         buffer = torch.empty(0, dtype=torch.uint8)
-        for tensor, start, stop in pieces:
+
+        def read_piece(tensor: NamedState, start: int, stop: int) -> None:
+            nonlocal buffer
             key, itemsize = state_key(tensor.name, tensor.state), tensor.dtype.itemsize
             if buffer.numel() < (stop - start) * itemsize:
                 buffer = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
             piece = buffer[: (stop - start) * itemsize]
             self._readers[key].read_into(key, start * itemsize, piece)
-            crcs[key] = native.crc32c(piece, crcs.get(key, 0))
-            if stop == self._entries[key].numel:
-                self._verify(key, crcs.pop(key))
-            yield tensor, start, piece.view(tensor.dtype)
+            sums.add(key, start * itemsize, piece)
+            take(tensor.name, tensor.state, start, piece.view(tensor.dtype))
+
+        move(in_pieces(tensors, self._piece_bytes, runs), read_piece, self._ranks, "reading a checkpoint")
+        for key, found in sums.whole(self._ranks).items():
+            self._check(key, found)
 
     def tensor(self, key: str) -> torch.Tensor:
         """A whole tensor, for those that fit in memory."""
         entry = self._entries[key]
         values = torch.empty(entry.shape, dtype=entry.dtype)
         self._readers[key].read_into(key, 0, values)
-        self._verify(key, native.crc32c(as_bytes(values)))
+        self._check(key, Sum(0, entry.nbytes, native.crc32c(as_bytes(values))))
         return values
 
-    def _verify(self, key: str, crc: int) -> None:
-        if crc != self._crcs[key]:
+    def _check(self, key: str, found: Sum | None) -> None:
+        if found != Sum(0, self._entries[key].nbytes, self._crcs[key]):
             path = self._readers[key].path
             raise CheckpointError(f"{path}: the checksum of {key!r} does not match: the file was changed or damaged, use another checkpoint")
 

@@ -6,30 +6,62 @@ import errno
 import fcntl
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from infinity.errors import CheckpointError, StorageError
+from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sizes import format_bytes
 
 _LOCK = ".lock"
 
 
 @contextmanager
-def staged_directory(target: Path, nbytes: int) -> Iterator[Path]:
-    """Yield an empty folder beside `target`, and rename it to `target` when the block ends well; on an exception remove it.
+def staged_directory(target: Path, nbytes: int, ranks: Ranks = ALONE) -> Iterator[Path]:
+    """Yield an empty folder beside `target`, and rename it to `target` when the block ends well on all ranks; on an exception remove it.
 
-    What a killed process left there is removed first. `nbytes` is what will be written. Raises CheckpointError when `target`
-    is taken or another process is writing it, StorageError when the disk has no room.
+    Rank 0 makes it, names it and removes it; the others work in it. What a killed process left there is removed first. `nbytes` is what all
+    will write. Raises CheckpointError when `target` is taken, another process is writing it or a rank does not reach it, StorageError when the
+    disk has no room.
     """
-    with _workplace(target, nbytes) as folder:
+    folder, word = _place(target), ""
+    with ranks.all_or_none("looking for the directory"):
+        taken = _taken(target)
+    if refusals := [told for told in ranks.everybodys(taken, "whether the directory exists") if told]:
+        raise CheckpointError(refusals[0])
+    with ExitStack() as stack:
+        with ranks.all_or_none("making the directory"):
+            if ranks.rank == 0:
+                stack.enter_context(_workplace(target, nbytes))
+                word = (folder / _LOCK).read_text()
+        word = ranks.everybodys(word, "the word in the directory")[0]
+        with ranks.all_or_none("reaching the directory"):
+            _check_reached(folder, word, ranks.rank)
         yield folder
-        _sync(folder)
-        os.rename(folder, target)  # the lock is still held: nobody else can empty the folder before it has its name
-        (target / _LOCK).unlink()
-        _sync(target)
-        _sync(target.parent)
+        with ranks.all_or_none("naming the directory"):
+            if ranks.rank == 0:
+                _name(folder, target)
+
+
+def _name(folder: Path, target: Path) -> None:
+    """The lock is still held: nobody else can empty the folder before it has its name."""
+    _sync(folder)
+    os.rename(folder, target)
+    (target / _LOCK).unlink()
+    _sync(target)
+    _sync(target.parent)
+
+
+def _check_reached(folder: Path, word: str, rank: int) -> None:
+    """Raise CheckpointError where the folder is not the one that rank 0 has made."""
+    try:
+        found = (folder / _LOCK).read_text()
+    except OSError:
+        found = ""
+    if found != word:
+        raise CheckpointError(f"rank {rank} does not reach {folder}, which rank 0 has made: save into a directory that all ranks share")
 
 
 @contextmanager
@@ -44,7 +76,7 @@ def staged_file(target: Path, nbytes: int) -> Iterator[Path]:
 
 @contextmanager
 def _workplace(target: Path, nbytes: int) -> Iterator[Path]:
-    folder = target.with_name(f"{target.name}.tmp")
+    folder = _place(target)
     _check_free(target)
     _check_ours(folder)
     try:
@@ -69,12 +101,17 @@ def _workplace(target: Path, nbytes: int) -> Iterator[Path]:
         os.close(lock)
 
 
+def _place(target: Path) -> Path:
+    return target.with_name(f"{target.name}.tmp")
+
+
 def _lock(folder: Path, target: Path) -> int:
-    """An exclusive lock on the folder, which dies with the process."""
+    """An exclusive lock on the folder, which dies with the process; the file holds a word that no other folder has."""
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK)):
+            os.pwrite(lock, uuid.uuid4().hex.encode(), 0)
             return lock
     except (BlockingIOError, FileNotFoundError):
         pass
@@ -83,10 +120,15 @@ def _lock(folder: Path, target: Path) -> int:
 
 
 def _check_free(target: Path) -> None:
-    if target.is_dir() and not any(target.iterdir()):
-        return
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target} exists, and nothing is ever overwritten: choose another name, or remove it first")
+    if told := _taken(target):
+        raise CheckpointError(told)
+
+
+def _taken(target: Path) -> str:
+    """Why `target` cannot be written; "" where it can."""
+    if not (target.exists() or target.is_symlink()) or (target.is_dir() and not any(target.iterdir())):
+        return ""
+    return f"{target} exists, and nothing is ever overwritten: choose another name, or remove it first"
 
 
 def _check_ours(folder: Path) -> None:

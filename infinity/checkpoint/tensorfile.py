@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from infinity import native
 from infinity.errors import CheckpointError, StorageError
 from infinity.sizes import MiB
 from infinity.storage.shardfile import DTYPE_NAMES
@@ -55,38 +54,45 @@ class Layout:
         self.header = len(text).to_bytes(8, "little") + text
         self.starts = {key: len(self.header) + start for key, (start, _) in places.items()}
         self.dtypes = {key: entry.dtype for key, (_, entry) in places.items()}
+        self.sizes = {key: entry.nbytes for key, (_, entry) in places.items()}
         self.nbytes = len(self.header) + at
 
 
+def make_file(path: Path, layout: Layout) -> None:
+    """The file with its header, and room for all tensors: a full disk shows before hours of work. Raises StorageError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(descriptor, 0, layout.nbytes)
+            _write_at(descriptor, 0, memoryview(layout.header))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _failure(path, error, 0, layout.nbytes) from error
+
+
 class TensorWriter:
-    """Creates a file and fills it. Tensors may be written in any order, each from its first byte to its last. Use under `with`."""
+    """Fills a file that `make_file` made, in any order. Several processes may, each its own bytes. Use under `with`."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
-        self.path = path
-        self.crcs = dict.fromkeys(layout.starts, 0)
-        """CRC-32C of what was written of each tensor so far."""
-        self._at = dict(layout.starts)
+        self._path, self._starts = path, layout.starts
         self._unflushed = 0
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            os.posix_fallocate(self._fd, 0, layout.nbytes)
-            self._write_at(0, memoryview(layout.header))
+            # for writing only: where hosts share a file system, none may send back a page that it has read and others have changed
+            self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
-            os.close(self._fd)
-            raise self._failure(error, 0, layout.nbytes) from error
+            raise _failure(path, error, 0, layout.nbytes) from error
 
-    def write(self, key: str, values: torch.Tensor) -> None:
-        """Append `values`, a flat CPU tensor, to the tensor `key`. Raises StorageError."""
-        data = as_bytes(values)
-        self.crcs[key] = native.crc32c(data, self.crcs[key])
+    def write(self, key: str, start: int, values: torch.Tensor) -> None:
+        """Put `values`, a contiguous CPU tensor, at byte `start` of the tensor `key`. Raises StorageError."""
+        data, offset = as_bytes(values), self._starts[key] + start
         try:
-            self._write_at(self._at[key], data.numpy().data)
+            _write_at(self._fd, offset, data.numpy().data)
             self._unflushed += data.numel()
             if self._unflushed >= _FLUSH_BYTES:
                 self._flush()
         except OSError as error:
-            raise self._failure(error, self._at[key], data.numel()) from error
-        self._at[key] += data.numel()
+            raise _failure(self._path, error, offset, data.numel()) from error
 
     def finish(self) -> None:
         """Everything is on the disk when this returns."""
@@ -94,7 +100,7 @@ class TensorWriter:
             self._flush()
             os.fsync(self._fd)
         except OSError as error:
-            raise self._failure(error, 0, self._unflushed) from error
+            raise _failure(self._path, error, 0, self._unflushed) from error
 
     def close(self) -> None:
         os.close(self._fd)
@@ -105,18 +111,20 @@ class TensorWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write_at(self, offset: int, data: memoryview) -> None:
-        while data:
-            done = os.pwrite(self._fd, data, offset)
-            data, offset = data[done:], offset + done
-
     def _flush(self) -> None:
         os.fdatasync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._unflushed = 0
 
-    def _failure(self, error: OSError, offset: int, nbytes: int) -> StorageError:
-        return StorageError(error.errno or errno.EIO, str(self.path), offset, nbytes, "The file was not completed and is removed")
+
+def _write_at(descriptor: int, offset: int, data: memoryview) -> None:
+    while data:
+        done = os.pwrite(descriptor, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _failure(path: Path, error: OSError, offset: int, nbytes: int) -> StorageError:
+    return StorageError(error.errno or errno.EIO, str(path), offset, nbytes, "The file was not completed and is removed")
 
 
 class TensorReader:

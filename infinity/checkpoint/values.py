@@ -47,6 +47,8 @@ def decode(json: Any, get: Get) -> Any:
     """The value that `encode` was given. Raises CheckpointError when `json` is not what `encode` makes."""
     try:
         return _decode(json, get)
+    except CheckpointError:
+        raise  # a tensor's, which names its file
     except (KeyError, ValueError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"a saved value cannot be read: {error!r}") from error
 

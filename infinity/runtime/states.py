@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infinity.kinds import OPTIMIZER_STATES, Group, State
 from infinity.runtime.units import Unit
-from infinity.sharding.layout import FlatLayout, Interval
+from infinity.sharding.layout import FlatLayout, Interval, Slot
 from infinity.sharding.share import ALONE, Share
 from infinity.sizes import SECTOR_BYTES, align_up
 from infinity.storage.chunks import ChunkKey
@@ -46,8 +46,8 @@ class States:
     """Elements of a named state, read from and written to wherever their chunks rest. Not thread-safe; the step must be over."""
 
     def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, deadline_s: float, share: Share = ALONE) -> None:
-        """`share`: what the store holds; other elements are not read or written here."""
-        self._units, self._store, self._deadline_s = units, store, deadline_s
+        """`share`: what the store holds; other elements cannot be read or written here."""
+        self._units, self._store, self._deadline_s, self._share = units, store, deadline_s, share
         self._chunks = {
             (unit.layout.index, f, group): dict(share.chunks(flat, group, chunk_numel))
             for unit in units
@@ -88,6 +88,16 @@ class States:
     def tensors(self) -> list[NamedState]:
         """What a checkpoint holds."""
         return named_states(self._units)
+
+    def share(self, name: str) -> list[Interval]:
+        """The runs of elements of a parameter's states that this rank writes to a checkpoint: every element is one rank's."""
+        _, _, flat, slot = self._places[name]
+        return _inside(slot, self._share.part(flat))
+
+    def held(self, name: str) -> list[Interval]:
+        """The runs of elements of a parameter's states that rest on this rank, counted from its first element."""
+        _, _, flat, slot = self._places[name]
+        return _inside(slot, self._share.run(flat, Group.OPTIMIZER if flat.trainable else Group.PARAM))
 
     def read(self, name: str, state: State, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a named state, flat, on the CPU."""
@@ -141,6 +151,12 @@ class States:
         window = self._windows[group]
         window.open(ChunkKey(unit=piece.unit, flat=piece.flat, group=group, chunk=piece.index), state_bytes * states)
         return window.elements(dtype, state_bytes * states_before, piece.inside)
+
+
+def _inside(slot: Slot, run: Interval) -> list[Interval]:
+    """What a run of a flat buffer has of a parameter, in its elements."""
+    common = slot.interval.overlap(run)
+    return [common.shifted(-slot.start)] if len(common) else []
 
 
 def _group_of(state: State) -> Group:

@@ -305,6 +305,10 @@ def join_ranks(device: str, *, timeout_s: float, timeline: Timeline, shard_group
     return Ranks(timeout_s=timeout_s, timeline=timeline, groups=groups, store=store)
 
 
+ALONE = Ranks(timeout_s=0.0, timeline=Timeline())
+"""A process without others."""
+
+
 def _slice(run: Interval) -> slice:
     return slice(run.start, run.stop)
 

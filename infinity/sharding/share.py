@@ -20,6 +20,8 @@ class Share:
     rank: int = 0
     world_size: int = 1
     replicas: int = 1
+    replica: int = 0
+    """Which of them this rank belongs to."""
 
     @property
     def is_alone(self) -> bool:
@@ -33,6 +35,12 @@ class Share:
     def run(self, flat: FlatLayout, group: Group) -> Interval:
         """What is kept of a full flat buffer."""
         return flat.shard(self.rank) if self.is_sharded(group) else Interval(0, flat.numel)
+
+    def part(self, flat: FlatLayout) -> Interval:
+        """A run of a full flat buffer whose states are kept here, whatever the group: those of all ranks are the whole, without overlap."""
+        shard = flat.shard(self.rank)
+        start, stop = (shard.start + len(shard) * replica // self.replicas for replica in (self.replica, self.replica + 1))
+        return Interval(start, stop)
 
     def chunks(self, flat: FlatLayout, group: Group, chunk_numel: int) -> list[tuple[int, Interval]]:
         """The chunks of that run: the index of each in the flat buffer, and where it lies there."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.kinds import OPTIMIZER_STATES, State
+from infinity.sharding.layout import Interval
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ class Arrays:
 
     def tensors(self) -> Sequence[Named]:
         return list(self.named.values())
+
+    def share(self, name: str) -> Sequence[Interval]:
+        """All elements, as those of one rank."""
+        return [Interval(0, next(values.numel() for (other, _), values in self.values.items() if other == name))]
+
+    held = share
 
     def read(self, name: str, state: State, start: int, stop: int) -> torch.Tensor:
         self.largest_piece = max(self.largest_piece, (stop - start) * self.named[name, state].dtype.itemsize)
