@@ -17,7 +17,7 @@ TIMEOUT_S = 3.0
 """How long ranks wait for each other in tests that lose one."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "infinity"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "infinity.engine"])  # once, and not in every rank
 
 
 @dataclass(frozen=True)
