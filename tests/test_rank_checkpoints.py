@@ -1,8 +1,10 @@
-"""Checkpoints of several real processes: one directory, whole or not at all, for any number of ranks."""
+"""Checkpoints of several real processes: one directory, for any number of ranks."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,6 @@ from infinity.errors import InfinityError
 from tests.ranks import run_ranks
 from tests.test_ranks import ACCUMULATION, calls_of, settings
 
-STEPS = 4
 SLOW = pytest.mark.slow
 
 
@@ -41,7 +42,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.gpt, self.frozen = tiny_gpt(recompute=False), nn.Parameter(torch.randn(13), requires_grad=False)
+        self.gpt, self.frozen = tiny_gpt(), nn.Parameter(torch.randn(13), requires_grad=False)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, ids):
@@ -94,64 +95,72 @@ def seed(rank):
         kind(100 + rank)
 
 
-def train_and_save(rank, world_size, folder, placement):
-    """The losses after the checkpoint `half` was saved, and the states and generators then; the checkpoint `end`."""
-    loader = Loader(rank)
-    with infinity.initialize(Model(), settings(folder, placement)) as engine:
-        engine.register(loader=loader)
-        seed(rank)
-        go_on(engine, loader, rank, world_size, STEPS // 2)
-        engine.save(folder / "half").wait()
-        states, drawn = values_of(engine), generators()
-        losses = go_on(engine, loader, rank, world_size, STEPS // 2)
-        engine.save(folder / "end")
-        return losses, states, drawn
+@dataclass(frozen=True)
+class Found:
+    """What a rank sees of a run."""
+
+    begun: tuple[int, int, int]
+    """The loader's rank and what it has seen, and steps taken, when it begins."""
+    states: tuple[dict[Any, Any], dict[Any, Any]]
+    """When it begins, and when it is saved."""
+    generators: tuple[Any, Any]
+    losses: list[float]
 
 
-def start_from(rank, world_size, folder, checkpoint, steps):
-    """The losses of so many steps from a checkpoint on; the states, (loader's rank, what it has seen, steps taken) and generators before; the
-    checkpoint `end`.
-    """
+def run_from(rank, world_size, folder, checkpoint, steps, placement="states on nvme"):
+    """So many steps from a checkpoint on, or from the beginning, and the checkpoint `end`."""
     folder.mkdir(exist_ok=True)
-    loader = Loader(-1)
+    loader = Loader(rank if checkpoint is None else -1)
     seed(rank)
-    with infinity.initialize(Model(), settings(folder, "states on nvme"), checkpoint=checkpoint) as engine:
+    with infinity.initialize(Model(), settings(folder, placement), checkpoint=checkpoint) as engine:
         engine.register(loader=loader)
-        loaded, begun, drawn = values_of(engine), (loader.rank, loader.seen, engine.global_step), generators()
+        begun, states, drawn = (loader.rank, loader.seen, engine.global_step), values_of(engine), generators()
         losses = go_on(engine, loader, rank, world_size, steps)
-        engine.save(folder / "end")
-        return losses, loaded, begun, drawn
+        engine.save(folder / "end").wait()
+        return Found(begun, (states, values_of(engine)), (drawn, generators()), losses)
+
+
+def interrupt(rank, world_size, folder, checkpoint, placement):
+    """The same steps in one run and in two."""
+    at_once = run_from(rank, world_size, folder / "at once", checkpoint, 4, placement)
+    first = run_from(rank, world_size, folder / "first", checkpoint, 2, placement)
+    return at_once, first, run_from(rank, world_size, folder / "second", folder / "first" / "end", 2)
 
 
 def states_in(checkpoint):
     return {path.name: path.read_bytes() for path in checkpoint.glob("states-*")}
 
 
-OTHER_NUMBERS = {2: (1,), 3: (2,), 4: (1, 3)}
+@pytest.mark.parametrize(
+    ("world_size", "other", "placement"),
+    [(2, 1, "mixed"), pytest.param(3, 2, "nvme", marks=SLOW), pytest.param(4, 1, "cpu", marks=SLOW), pytest.param(2, 4, "nvme", marks=SLOW)],
+)
+def test_a_run_goes_on_to_the_digit_and_another_number_of_ranks_has_the_same_states(tmp_path, world_size, other, placement):
+    before = run_ranks(run_from, other, tmp_path / "before", None, 1)
+    found = run_ranks(interrupt, world_size, tmp_path, tmp_path / "before" / "end", placement)
+    after = run_ranks(run_from, other, tmp_path / "after", tmp_path / "second" / "end", 0)
+
+    for at_once, first, second in found:
+        assert at_once.losses == first.losses + second.losses and at_once.generators[1] == second.generators[1]
+        assert same(at_once.states[1], second.states[1]) and same(first.states[1], second.states[0])
+    at_once, first, second = (tmp_path / name / "end" for name in ("at once", "first", "second"))
+    assert states_in(at_once) == states_in(second) != states_in(first)
+
+    check_handed_over(before, [first for _, first, _ in found], seen=ACCUMULATION)
+    check_handed_over([second for _, _, second in found], after, seen=5 * ACCUMULATION)
+    assert states_in(second) == states_in(tmp_path / "after" / "end"), "byte for byte what another number of ranks writes"
+    exported = [export_weights(tmp_path / name / "end", tmp_path / f"{name}.safetensors").read_bytes() for name in ("second", "after")]
+    assert exported[0] == exported[1]
 
 
-@pytest.mark.parametrize(("world_size", "placement"), [(2, "mixed"), pytest.param(3, "nvme", marks=SLOW), pytest.param(4, "cpu", marks=SLOW)])
-def test_a_run_goes_on_to_the_digit_and_other_numbers_of_ranks_get_the_same_states(tmp_path, world_size, placement):
-    half, end = tmp_path / "half", tmp_path / "end"
-    told = run_ranks(train_and_save, world_size, tmp_path, placement)
-    again = run_ranks(start_from, world_size, tmp_path / "again", half, STEPS // 2)
-    for rank, ((losses, states, drawn), (losses_again, loaded, begun, drawn_again)) in enumerate(zip(told, again, strict=True)):
-        assert losses == losses_again and drawn == drawn_again
-        assert same(states, loaded)
-        assert begun == (rank, STEPS // 2 * ACCUMULATION, STEPS // 2)
-    assert states_in(end) == states_in(tmp_path / "again" / "end")
-    for number in OTHER_NUMBERS[world_size]:
-        fewer = tmp_path / f"by {number}"
-        there = run_ranks(start_from, number, fewer, half, 0)
-        back = run_ranks(start_from, world_size, tmp_path / f"back from {number}", fewer / "end", 0)
-        for found in (there, back):
-            assert same(whole([loaded for _, loaded, _, _ in found]), whole([states for _, states, _ in told]))
-        for rank, (_, _, begun, drawn) in enumerate(back):
-            assert begun == (rank if rank < number else 0, STEPS // 2 * ACCUMULATION, STEPS // 2), "further ranks take what rank 0 had"
-            assert (drawn == told[rank][2]) == (rank < number), "and keep their own generators"
-        assert states_in(half) == states_in(fewer / "end"), "byte for byte what another number of ranks writes"
-        exported = [export_weights(at, tmp_path / f"{at.parent.name}.safetensors").read_bytes() for at in (half, fewer / "end")]
-        assert exported[0] == exported[1]
+def check_handed_over(one, two, *, seen):
+    """From some ranks to others: all states; and to each rank what it left, or rank 0, but never another's generators."""
+    assert same(whole([found.states[1] for found in one]), whole([found.states[0] for found in two]))
+    for rank, found in enumerate(two):
+        source = rank if rank < len(one) else 0
+        assert found.begun == (source, seen, seen // ACCUMULATION)
+        assert found.states[0]["buffer", "seen", 0] == one[source].states[1]["buffer", "seen", 0]
+        assert (found.generators[0] == one[source].generators[1]) == (rank == source)
 
 
 def damage(path, *, is_cut=False):

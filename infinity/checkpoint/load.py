@@ -47,7 +47,7 @@ def load(
     """
     tensors = sink.tensors()
     with _opened(Path(directory), tensors, ranks, piece_bytes) as (files, extra):
-        _verify(files, tensors, ranks)
+        _verify(files, tensors, piece_bytes, ranks)
         _ask(accept, extra, ranks)
         begin()
         files.read(tensors, lambda tensor: sink.held(tensor.name), sink.write)
@@ -58,7 +58,7 @@ def verify(directory: str | Path, tensors: Sequence[NamedState], *, accept: Acce
     """Raise what `load` into a sink with these tensors would raise; only `thoroughly` are the checksums of the states compared."""
     with _opened(Path(directory), tensors, ranks, PIECE_BYTES) as (files, extra):
         if thoroughly:
-            _verify(files, tensors, ranks)
+            _verify(files, tensors, PIECE_BYTES, ranks)
         _ask(accept, extra, ranks)
 
 
@@ -77,15 +77,17 @@ def _opened(directory: Path, tensors: Sequence[NamedState], ranks: Ranks, piece_
 
 def _own_extra(manifest: Manifest, files: Files, ranks: Ranks) -> dict[str, Any]:
     """Reading verifies, also what ranks have left that are not here today."""
-    extras = [decode(manifest.extras[rank], files.tensor) for rank in range(ranks.rank, len(manifest.extras), ranks.world_size)]
-    extra = extras[0] if extras else decode(manifest.extras[0], files.tensor)
+    extras = manifest.extras
+    for rank in range(ranks.rank + ranks.world_size, len(extras), ranks.world_size):
+        decode(extras[rank], files.tensor)
+    extra = decode(extras[ranks.rank if ranks.rank < len(extras) else 0], files.tensor)
     assert isinstance(extra, dict)
     return extra
 
 
-def _verify(files: Files, tensors: Sequence[NamedState], ranks: Ranks) -> None:
+def _verify(files: Files, tensors: Sequence[NamedState], piece_bytes: int, ranks: Ranks) -> None:
     """Each rank reads its part."""
-    files.read(tensors, lambda tensor: part(tensor, ranks), lambda *piece: None)
+    files.read(tensors, lambda tensor: part(tensor, piece_bytes, ranks), lambda *piece: None)
 
 
 def _ask(accept: Accept, extra: dict[str, Any], ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
@@ -41,10 +42,12 @@ def whole(tensor: NamedState) -> Sequence[Interval]:
     return [Interval(0, torch.Size(tensor.shape).numel())]
 
 
-def part(tensor: NamedState, ranks: Ranks) -> Sequence[Interval]:
-    """This rank's part of the elements, as large as the others'."""
-    numel = torch.Size(tensor.shape).numel()
-    return [Interval(numel * ranks.rank // ranks.world_size, numel * (ranks.rank + 1) // ranks.world_size)]
+def part(tensor: NamedState, piece_bytes: int, ranks: Ranks) -> Sequence[Interval]:
+    """This rank's part of the elements: whole pieces, as many as others have. Who begins goes by the name: most tensors are one piece."""
+    numel, step = torch.Size(tensor.shape).numel(), max(1, piece_bytes // tensor.dtype.itemsize)
+    pieces, place = -(-numel // step), (ranks.rank + zlib.crc32(tensor.name.encode())) % ranks.world_size
+    start, stop = (pieces * at // ranks.world_size * step for at in (place, place + 1))
+    return [Interval(start, min(stop, numel))] if start < stop else []
 
 
 def move(pieces: Iterable[Piece], each: Callable[[NamedState, int, int], None], ranks: Ranks, what: str) -> None:
