@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint import export_weights
-from infinity.errors import InfinityError
+from infinity.errors import CheckpointError, InfinityError
 from tests.ranks import run_ranks
 from tests.test_ranks import ACCUMULATION, calls_of, settings
 
@@ -37,17 +37,17 @@ class Loader:
 
 
 class Model(nn.Module):
-    """A GPT, a frozen parameter whose size no number of ranks divides, and a buffer that follows what a rank has seen."""
+    """A GPT, a frozen complex parameter whose size no number of ranks divides, and a buffer that follows what a rank has seen."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.gpt, self.frozen = tiny_gpt(), nn.Parameter(torch.randn(13), requires_grad=False)
+        self.gpt, self.frozen = tiny_gpt(), nn.Parameter(torch.randn(13, dtype=torch.complex64), requires_grad=False)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, ids):
         self.seen += ids.sum()
-        return nn.functional.dropout(self.gpt(ids), 0.1) + self.frozen.sum()
+        return nn.functional.dropout(self.gpt(ids), 0.1) + self.frozen.abs().sum()
 
 
 def go_on(engine, loader, rank, world_size, steps):
@@ -223,3 +223,28 @@ def test_what_cannot_be_is_refused_on_all_ranks_and_changes_nothing_on_any(tmp_p
         assert two[what].startswith(told), what
         assert one[what].startswith(f"RankError: {doing} failed on rank 1, of 1 that failed: {told}"), what
     assert not list(tmp_path.glob("*.tmp")) and not (tmp_path / "never").exists()
+
+
+def begin_anew(rank, world_size, folder):
+    """A run with a past, started from a checkpoint that is damaged, then as it was, then from a good one."""
+    config, told = settings(folder, "nvme", store={"resume": "auto", "run": "long"}), []
+    for checkpoint in (None, folder / "damaged", None, folder / "good", None):
+        dist.barrier()
+        try:
+            with infinity.initialize(Model(), config, checkpoint=checkpoint) as engine:
+                told.append(engine.global_step)
+                if len(told) == 1:
+                    engine.save(folder / "good")
+                    engine.save(folder / "damaged")
+                go_on(engine, Loader(rank), rank, world_size, 3 - told[-1])
+        except CheckpointError as error:
+            told.append(str(error))
+        if rank == 0 and len(told) == 1:
+            damage(folder / "damaged" / "states-00001-of-00001.safetensors")
+    return told
+
+
+def test_a_run_makes_way_on_all_ranks_for_a_checkpoint_that_is_whole(tmp_path):
+    one, two = run_ranks(begin_anew, 2, tmp_path)
+    assert one == two and "the checksum of" in one.pop(1)
+    assert one == [0, 3, 0, 3], "taken steps when it begins: the checkpoint was made before the first one"

@@ -114,30 +114,44 @@ def _write_files(
         with ranks.all_or_none(f"making {name}"):
             if ranks.rank == 0:
                 make_file(folder / name, layout)
-    sums = Sums()
     with ExitStack() as stack:
         with ranks.all_or_none("opening the new files"):
-            writers = [stack.enter_context(TensorWriter(folder / name, layout)) for name, layout in layouts.items()]
-        owners = {key: writer for writer, layout in zip(writers, layouts.values(), strict=True) for key in layout.starts}
+            files = _OpenFiles(folder, layouts, stack)
 
-        def write(key: str, start: int, values: torch.Tensor) -> None:
-            owners[key].write(key, start, values)
-            sums.add(key, start, as_bytes(values))
+        def write(tensor: NamedState, start: int, stop: int) -> None:
+            files.write_piece(tensor, start, stop, source.read(tensor.name, tensor.state, start, stop))
 
-        def write_piece(tensor: NamedState, start: int, stop: int) -> None:
-            key = state_key(tensor.name, tensor.state)
-            values = source.read(tensor.name, tensor.state, start, stop)
-            assert values.dtype == tensor.dtype and values.shape == (stop - start,), f"{key}: the source gave {values.dtype} {tuple(values.shape)}"
-            write(key, start * tensor.dtype.itemsize, values.contiguous())
-
-        pieces = in_pieces(tensors, piece_bytes, lambda tensor: source.share(tensor.name))
-        move(pieces, write_piece, ranks, "writing a checkpoint")
+        move(in_pieces(tensors, piece_bytes, lambda tensor: source.share(tensor.name)), write, ranks, "writing a checkpoint")
         with ranks.all_or_none("completing a checkpoint"):
             for key, value in extras.items():
-                write(key, 0, value)
-            for writer in writers:
-                writer.finish()
-    return _crcs(sums.whole(ranks), layouts)
+                files.write(key, 0, value)
+            files.finish()
+    return _crcs(files.sums.whole(ranks), layouts)
+
+
+class _OpenFiles:
+    """The files of a new checkpoint, open on this rank, and the checksums of what it writes."""
+
+    def __init__(self, folder: Path, layouts: Mapping[str, Layout], stack: ExitStack) -> None:
+        self.sums = Sums()
+        self._writers = [stack.enter_context(TensorWriter(folder / name, layout)) for name, layout in layouts.items()]
+        self._owners = {key: writer for writer, layout in zip(self._writers, layouts.values(), strict=True) for key in layout.starts}
+
+    def write_piece(self, tensor: NamedState, start: int, stop: int, values: torch.Tensor) -> None:
+        """Put `values` (flat, CPU) at elements [start, stop)."""
+        key = state_key(tensor.name, tensor.state)
+        assert values.dtype == tensor.dtype and values.shape == (stop - start,), f"{key}: the source gave {values.dtype} {tuple(values.shape)}"
+        self.write(key, start * tensor.dtype.itemsize, values.contiguous())
+
+    def write(self, key: str, start: int, values: torch.Tensor) -> None:
+        """Put `values` (contiguous, CPU) at byte `start`."""
+        self._owners[key].write(key, start, values)
+        self.sums.add(key, start, as_bytes(values))
+
+    def finish(self) -> None:
+        """Everything that was written here is on the disk when this returns."""
+        for writer in self._writers:
+            writer.finish()
 
 
 def _crcs(found: Mapping[str, Sum | None], layouts: Mapping[str, Layout]) -> dict[str, int]:

@@ -28,9 +28,9 @@ def staged_directory(target: Path, nbytes: int, ranks: Ranks = ALONE) -> Iterato
     """
     folder, word = _place(target), ""
     with ranks.all_or_none("looking for the directory"):
-        taken = _taken(target)
-    if refusals := [told for told in ranks.everybodys(taken, "whether the directory exists") if told]:
-        raise CheckpointError(refusals[0])
+        refusal = _taken(target) if ranks.rank == 0 else ""
+    if refusal := ranks.everybodys(refusal, "whether the directory exists")[0]:
+        raise CheckpointError(refusal)
     with ExitStack() as stack:
         with ranks.all_or_none("making the directory"):
             if ranks.rank == 0:

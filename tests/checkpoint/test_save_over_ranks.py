@@ -66,6 +66,7 @@ def save_and_load(rank, world_size, folder):
     sinks = Dealt(ranks), Dealt(ranks, holds_all=True)
     extras = [load(folder / "c", sink, piece_bytes=PIECE_BYTES, ranks=ranks) for sink in sinks]
     ranks.close()
+    assert source.largest_piece <= PIECE_BYTES
     return told, all(sink.is_as(source) for sink in sinks) and extras == [{"rank": rank}] * 2
 
 
