@@ -248,3 +248,34 @@ def test_a_run_makes_way_on_all_ranks_for_a_checkpoint_that_is_whole(tmp_path):
     one, two = run_ranks(begin_anew, 2, tmp_path)
     assert one == two and "the checksum of" in one.pop(1)
     assert one == [0, 3, 0, 3], "taken steps when it begins: the checkpoint was made before the first one"
+
+
+def change_stages(rank, world_size, folder, ways):
+    """From each (stage, shard group) to the next: the parameters as modules see them, before and after."""
+    found, checkpoint = [], None
+    for number, (stage, shard_group) in enumerate(ways):
+        config = settings(folder, "states on nvme", zero={"stage": stage, "shard_group": shard_group})
+        with infinity.initialize(Model(), config, checkpoint=checkpoint) as engine:
+            found.append(parameters_of(engine))
+            go_on(engine, Loader(rank), rank, world_size, 1)
+            found.append(parameters_of(engine))
+            checkpoint = folder / f"{number}"
+            engine.save(checkpoint)
+    return found
+
+
+def parameters_of(engine):
+    with engine.gathered():
+        return {name: p.detach().numpy().copy() for name, p in engine.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ways"),
+    [(2, [(1, "auto"), (0, "auto"), (3, "auto"), (2, "auto"), (3, 1)]), pytest.param(4, [(3, 2), (1, "auto"), (2, 2), (0, 2)], marks=SLOW)],
+)
+def test_a_checkpoint_of_one_stage_is_loaded_at_another(tmp_path, world_size, ways):
+    results = run_ranks(change_stages, world_size, tmp_path, ways)
+    for found in results:
+        for after, before in zip(found[1::2], found[2::2], strict=False):
+            assert all((before[name] == after[name]).all() for name in before)
+        assert all((found[-1][name] == results[0][-1][name]).all() for name in found[-1])
