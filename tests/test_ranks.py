@@ -61,6 +61,13 @@ class Primes(nn.Module):
         return self.head(x).square().mean() + 1e-2 * self.frozen.sum() + extra
 
 
+def lora():
+    """Adapters are trained, everything else is frozen."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(0)
+    return peft.get_peft_model(tiny_gpt(), peft.LoraConfig(r=4, target_modules=["qkv", "down"]))
+
+
 def share(data, rank, world_size):
     """A rank's micro-batches."""
     return data[rank::world_size]
@@ -105,7 +112,7 @@ def distance(a, b):
 
 def calls_of(kind, rank, world_size):
     count = STEPS * ACCUMULATION * world_size
-    if kind is tiny_gpt:
+    if kind is not Primes:
         return [(ids,) for ids in share(batches(count), rank, world_size)]
     generator = torch.Generator().manual_seed(5)
     return [(x, (index // 3) % 2 == rank % 2) for index, x in enumerate(share(torch.randn(count, 4, 13, generator=generator), rank, world_size))]
@@ -154,7 +161,7 @@ SLOW = pytest.mark.slow
     [
         (tiny_gpt, 2, WAYS),
         (Primes, 3, WAYS),
-        *(pytest.param(kind, n, EVERY_WAY, marks=SLOW) for kind in (tiny_gpt, Primes) for n in (2, 3, 4)),
+        *(pytest.param(kind, n, EVERY_WAY, marks=SLOW) for kind in (tiny_gpt, Primes, lora) for n in (2, 3, 4)),
         pytest.param(tiny_gpt, 4, GROUPED, marks=SLOW),
         pytest.param(Primes, 4, GROUPED, marks=SLOW),
     ],

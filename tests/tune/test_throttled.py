@@ -20,6 +20,7 @@ from infinity.sizes import MiB
 FAST, SLOW = 200_000_000, 100_000_000
 
 
+@pytest.mark.slow
 def test_weights_follow_bandwidth_and_chunks_follow_weights(tmp_path):
     output = tmp_path / "tuned.toml"
     with throttled_disks(tmp_path, {"fast": FAST, "slow": SLOW}, 320 * MiB) as (points, processes):
