@@ -1,4 +1,4 @@
-"""Spans in time, per lane: what was busy while what else ran, as a table and as a Chrome trace."""
+"""Spans in time, per lane: what was busy while what else ran, as a table and as a Chrome trace of all ranks."""
 
 from __future__ import annotations
 
@@ -48,6 +48,17 @@ class LaneSummary:
     def rate(self) -> float:
         """Bytes per second while busy."""
         return self.nbytes / self.busy_s if self.busy_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What one process recorded, and by which clock."""
+
+    spans: list[Span]
+    host: str
+    """Which boot of which machine: processes of one have the same CLOCK_MONOTONIC."""
+    wall_ns: int
+    """What is added to CLOCK_MONOTONIC for the time of day."""
 
 
 class _Packed:
@@ -172,22 +183,44 @@ class Timeline:
         """Per lane: busy, hidden and exposed seconds since `since_ns`."""
         return summarize(self.spans(since_ns))
 
+    def recording(self, since_ns: int = 0) -> Recording:
+        """The spans that end after `since_ns`, to be laid beside those of other processes."""
+        return Recording(
+            spans=self.spans(since_ns),
+            host=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            wall_ns=time.time_ns() - time.monotonic_ns(),
+        )
+
     def save_chrome_trace(self, path: str | Path, since_ns: int = 0) -> None:
-        """Write the Trace Event Format (JSON) that Perfetto and chrome://tracing open: one row per lane, one for the waits."""
-        spans = self.spans(since_ns)
-        rows = {lane: row for row, lane in enumerate(Lane, start=1)}
-        events: list[dict[str, object]] = [
-            {"name": "thread_name", "ph": "M", "pid": 1, "tid": row, "args": {"name": str(lane)}} for lane, row in rows.items()
-        ]
-        events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": "waits"}})
-        for span in spans:
-            row = 0 if span.is_stall else rows[span.lane]
-            name = f"wait for {span.lane}: {span.name}" if span.is_stall else span.name
-            args = {"bytes": span.nbytes}
-            events.append(
-                {"name": name, "ph": "X", "pid": 1, "tid": row, "ts": span.start_ns / 1e3, "dur": (span.stop_ns - span.start_ns) / 1e3, "args": args}
-            )
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        """As `save_chrome_trace` of this process alone."""
+        save_chrome_trace(path, [self.recording(since_ns)])
+
+
+def save_chrome_trace(path: str | Path, recordings: Sequence[Recording]) -> None:
+    """Write the Trace Event Format (JSON) that Perfetto and chrome://tracing open: one process per rank, in it a row per lane and one for the waits.
+
+    Ranks on one host share its monotonic clock; those on others lie beside them as well as the hosts' wall clocks agree.
+    """
+    wall_ns: dict[str, int] = {}
+    for recording in recordings:
+        wall_ns.setdefault(recording.host, recording.wall_ns)
+    events: list[dict[str, object]] = []
+    for rank, recording in enumerate(recordings):
+        events += _chrome_events(rank, recording.spans, ahead_ns=wall_ns[recording.host] - wall_ns[recordings[0].host])
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _chrome_events(rank: int, spans: Iterable[Span], ahead_ns: int) -> Iterator[dict[str, object]]:
+    """One process of the trace, with `ahead_ns` added to the times of its clock."""
+    rows = {lane: row for row, lane in enumerate(Lane, start=1)}
+    yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+    for row, name in enumerate(["waits", *map(str, Lane)]):
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
+    for span in spans:
+        row = 0 if span.is_stall else rows[span.lane]
+        name = f"wait for {span.lane}: {span.name}" if span.is_stall else span.name
+        ts, duration, args = (span.start_ns + ahead_ns) / 1e3, (span.stop_ns - span.start_ns) / 1e3, {"bytes": span.nbytes}
+        yield {"name": name, "ph": "X", "pid": rank, "tid": row, "ts": ts, "dur": duration, "args": args}
 
 
 def summarize(spans: Iterable[Span]) -> list[LaneSummary]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.kinds import Lane
-from infinity.timeline import Span, Timeline, summarize
+from infinity.timeline import Recording, Span, Timeline, save_chrome_trace, summarize
 
 
 def by_lane(spans):
@@ -49,12 +50,32 @@ def test_the_record_is_bounded_but_totals_are_not():
     assert timeline.moved_bytes()[Lane.UPLOAD] == 10_000
 
 
+def read_events(path):
+    return json.loads(path.read_text())["traceEvents"]
+
+
 def test_chrome_trace_has_one_row_per_lane_and_one_for_waits(tmp_path):
     timeline = Timeline()
     with timeline.span(Lane.GPU, "h.0 forward"), timeline.stall(Lane.NVME_READ, "h.0"):
         pass
     timeline.save_chrome_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = read_events(tmp_path / "trace.json")
     rows = {event["tid"] for event in events if event["ph"] == "X"}
-    names = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
+    names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     assert rows == {0, names["gpu"]} and names["waits"] == 0
+
+
+def test_chrome_trace_of_ranks_has_a_process_for_each_by_one_clock(tmp_path):
+    """Rank 1 shares rank 0's clock, whatever the time of day was when each looked; rank 2's began 700 s later."""
+    span = Span(Lane.COMM, "gather", 5_000, 7_000, nbytes=8)
+    clocks = [("a", 1_000_000_000_000), ("a", 1_000_000_900_000), ("b", 1_700_000_000_000)]
+    save_chrome_trace(tmp_path / "trace.json", [Recording(spans=[span], host=host, wall_ns=wall_ns) for host, wall_ns in clocks])
+    events = read_events(tmp_path / "trace.json")
+    assert {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"} == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    drawn = {event["pid"]: (event["ts"], event["dur"]) for event in events if event["ph"] == "X"}
+    assert drawn == {0: (5.0, 2.0), 1: (5.0, 2.0), 2: (700e6 + 5.0, 2.0)}
+
+
+def test_recordings_of_one_machine_know_it():
+    here, there = Timeline().recording(), Timeline().recording()
+    assert here.host == there.host and abs(here.wall_ns + time.monotonic_ns() - time.time_ns()) < 60e9

@@ -1,4 +1,4 @@
-"""Draw the lanes of a Chrome trace that the engine wrote: one row per lane, one for the waits.
+"""Draw the lanes of a Chrome trace that the engine wrote, rank 0's of several: one row per lane, one for the waits.
 
     python tools/lanes.py runs/trace.json lanes.png
 """
@@ -28,8 +28,9 @@ def read_rows(path: Path) -> dict[str, list[tuple[float, float]]]:
     opened: Any = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
     with opened as file:
         events = json.load(file)["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    spans = [event for event in events if event["ph"] == "X"]
+    first = min(event["pid"] for event in events)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["pid"] == first and event["name"] == "thread_name"}
+    spans = [event for event in events if event["pid"] == first and event["ph"] == "X"]
     begin = min(event["ts"] for event in spans)
     rows: dict[str, list[tuple[float, float]]] = {name: [] for name in COLOURS}
     for event in spans:
