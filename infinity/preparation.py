@@ -30,7 +30,7 @@ from infinity.runtime.builder import build_in
 from infinity.runtime.hooks import check_params
 from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
 from infinity.runtime.units import Cast, Unit, find_units, make_units
-from infinity.sharding.groups import ranks_here
+from infinity.sharding.groups import planned_ranks, ranks_here
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import ALONE, Share
 from infinity.sharding.stages import STAGES
@@ -71,15 +71,14 @@ def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool
     device = choose_device(config.device)
     if device.type == "cuda" and ranks.world_size > 1:
         raise ConfigError(f'device is "{device}": {ranks.world_size} ranks compute on CPUs so far. Start one process, or set device = "cpu"')
+    share = share_of(config, ranks.rank, ranks.world_size)
     paths = check_paths(config)
     before = held_now(device)
     hardware = survey(device, pool)
     module, spool = build_model(model, config, paths)
-    units = units_of(module, config, make_cast(config, module), ranks.shard_size)
+    units = units_of(module, config, make_cast(config, module), share.world_size)
     groups = checked_groups(group_params(module, param_groups), addresses_of(units), **defaults(config))
     check_params(units)
-    replicas, replica = ranks.world_size // ranks.shard_size, ranks.rank // ranks.shard_size
-    share = Share(STAGES[config.zero.stage], ranks.shard_rank, ranks.shard_size, replicas, replica)
     plan = plan_units(units, config, hardware, paths, before, goes_on=goes_on, rank=ranks.rank, share=share)
     return Prepared(
         config=config,
@@ -107,17 +106,18 @@ class Preview:
 
 
 def preview(model: Model, config: Config) -> Preview:
-    """As `prepare`, without values."""
+    """As `prepare`, without values: of one rank, where there are several."""
     device = choose_device(config.device)
     paths = check_paths(config)
-    units = preview_units(model, config)
+    share = share_of(config, 0, planned_ranks())
+    units = preview_units(model, config, share.world_size)
     with native.ThreadPool(adam_threads(config)) as pool:
         hardware = survey(device, pool)
-    plan = plan_units(units, config, hardware, paths, held_now(device), goes_on=True)
+    plan = plan_units(units, config, hardware, paths, held_now(device), goes_on=True, share=share)
     return Preview(paths=paths, units=units, plan=plan)
 
 
-def preview_units(model: Model, config: Config) -> list[Unit]:
+def preview_units(model: Model, config: Config, world_size: int = 1) -> list[Unit]:
     """The units alone; those of a builder have shapes and no values."""
     if isinstance(model, nn.Module):
         check_values(model)
@@ -125,7 +125,13 @@ def preview_units(model: Model, config: Config) -> list[Unit]:
     else:
         with torch.device("meta"):
             module = model()
-    return units_of(module, config, make_cast(config, module))
+    return units_of(module, config, make_cast(config, module), world_size)
+
+
+def share_of(config: Config, rank: int, world_size: int) -> Share:
+    """What one of so many ranks keeps."""
+    size = world_size if config.zero.shard_group == "auto" else config.zero.shard_group
+    return Share(STAGES[config.zero.stage], rank % size, size, world_size // size, rank // size)
 
 
 def check_paths(config: Config) -> list[NvmePath]:

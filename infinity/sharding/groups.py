@@ -34,6 +34,11 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def planned_ranks() -> int:
+    """How many ranks `join_groups` would find: those of the process group, or of torchrun, or 1."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None) -> Groups | None:
     """The ranks that torchrun started, or those of the process group that the program has made; None in a world of one.
 
