@@ -18,12 +18,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupt:
     """While entered, SIGINT and SIGTERM set `requested` and say what happens now; a second one exits without waiting for anything.
 
+    `is_silent`: another process of the job says it.
+
     That leaves no damage: checkpoints get their name only when they are whole, and a store that was being written is
     not resumed.
     """
 
-    def __init__(self, then: str = "stopping after this step") -> None:
-        self._then = then
+    def __init__(self, then: str = "stopping after this step", *, is_silent: bool = False) -> None:
+        self._then, self._is_silent = then, is_silent
         self.requested = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -37,11 +39,11 @@ class Interrupt:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            _say("aborted.")
+            self._say("aborted.")
             os._exit(INTERRUPTED)
         self.requested = True
-        _say(f"{self._then}; once more aborts at once.")
+        self._say(f"{self._then}; once more aborts at once.")
 
-
-def _say(text: str) -> None:
-    os.write(STDERR, f"\n{text}\n".encode())  # a handler may interrupt a print: no buffers, no locks
+    def _say(self, text: str) -> None:
+        if not self._is_silent:
+            os.write(STDERR, f"\n{text}\n".encode())  # a handler may interrupt a print: no buffers, no locks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,14 @@ from infinity.cli.clean import clean_run
 from infinity.cli.doctor import run_doctor
 from infinity.cli.interrupt import INTERRUPTED
 from infinity.cli.io import help_text, run_io
+from infinity.cli.job import join_job
 from infinity.cli.replay import STEPS, run_replay
 from infinity.cli.replay import read_request as read_replay
 from infinity.cli.train import print_plan, run_training
 from infinity.cli.tune import BS, IODEPTH, WORKERS, read_request, run_tune
 from infinity.config import load_config, write_commented
 from infinity.errors import ConfigError, InfinityError
+from infinity.sharding.news import whose_news
 
 FAILED = 1
 """The engine or its storage failed."""
@@ -53,15 +56,18 @@ def train(
     settings: Settings = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from this checkpoint.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print what fits where and how long a step takes, then stop.")] = False,
+    log_all: Annotated[bool, typer.Option("--log-all", help="Let every process talk, its rank before each line, not rank 0 alone.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model. Ctrl-C stops after the running step and saves; a second one aborts at once."""
-    with _reported(debug):
-        words = [*(settings or [])]
-        words += [f"train.{key}={value}" for key, value in (("model", model), ("data", data)) if value is not None]
-        loaded = load_config(config, words)
-        folders = [config.absolute().parent, Path.cwd()]
-        code = print_plan(loaded, folders) if plan else run_training(loaded, folders, resume)
+    """Train a model. Ctrl-C stops after the running step and saves; a second one aborts at once.
+
+    Under torchrun its processes train one model together, each with its share of the states: torchrun --nproc-per-node N -m infinity train CONFIG
+    """
+    words = [*(settings or [])]
+    words += [f"train.{key}={value}" for key, value in (("model", model), ("data", data)) if value is not None]
+    folders = [config.absolute().parent, Path.cwd()]
+    with _reported(debug), join_job(config, words, log_all=log_all) as job:
+        code = print_plan(job, folders) if plan else run_training(job, folders, resume)
     raise typer.Exit(code)
 
 
@@ -181,13 +187,19 @@ def tune(
 
 @contextmanager
 def _reported(debug: bool) -> Iterator[None]:
-    """What goes wrong on purpose is one red line; what should not happen keeps its traceback."""
+    """What goes wrong on purpose is one red line; what should not happen keeps its traceback. Ranks that fail alike tell it once."""
     try:
         yield
-    except InfinityError as error:
-        if debug:
-            raise
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="bold red", markup=False, highlight=False)
-        raise typer.Exit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        code = REFUSED if isinstance(error, ConfigError) else FAILED
+        whose = whose_news(error)
+        if whose is None:
+            raise typer.Exit(code) from None
+        if whose:  # once another rank has ended torchrun ends this one: not before it has told
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if debug or not isinstance(error, InfinityError):
+            raise
+        Console(stderr=True, soft_wrap=True).print(f"error{whose}: {error}", style="bold red", markup=False, highlight=False)
+        raise typer.Exit(code) from None

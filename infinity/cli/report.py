@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,7 @@ class StepReport:
     moved: Mapping[Lane, int]
     """Bytes per lane."""
     stalled_s: float
-    """Seconds in which the training thread waited for any lane."""
+    """Seconds in which the training thread waited for any lane; over ranks, that of the rank that waited longest."""
 
     def as_json(self) -> str:
         """One line of metrics.jsonl."""
@@ -45,6 +45,20 @@ class StepReport:
                 "stalled_share": self.stalled_s / self.seconds,
             }
         )
+
+
+def together(reports: Sequence[StepReport]) -> StepReport:
+    """One step of all ranks, from what each measured: the mean of the losses, all tokens and bytes, the longest time and the longest wait."""
+    first = reports[0]
+    return StepReport(
+        step=first.step,
+        loss=sum(report.loss for report in reports) / len(reports),
+        lr=first.lr,
+        tokens=sum(report.tokens for report in reports),
+        seconds=max(report.seconds for report in reports),
+        moved={lane: sum(report.moved[lane] for report in reports) for lane in first.moved},
+        stalled_s=max(report.stalled_s for report in reports),
+    )
 
 
 class Meter:
@@ -127,9 +141,9 @@ def format_line(reports: list[StepReport]) -> str:
     return "  ".join(words)
 
 
-def overlap_table(summaries: list[LaneSummary], seconds: float) -> Table:
+def overlap_table(summaries: list[LaneSummary], seconds: float, whose: str = "lanes") -> Table:
     """Per lane: how long it was busy, how much of that lay under compute, how long the training thread waited for it."""
-    table = Table(title=f"lanes over the last {seconds:.1f} s", title_justify="left")
+    table = Table(title=f"{whose} over the last {seconds:.1f} s", title_justify="left")
     for heading in ("lane", "busy s", "hidden s", "hidden", "exposed s", "moved", "rate"):
         table.add_column(heading, justify="left" if heading == "lane" else "right", no_wrap=True)
     for lane in summaries:

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
 from infinity.checkpoint import Manifest
 from infinity.cli.interrupt import INTERRUPTED, Interrupt
-from infinity.cli.report import Meter, Reporter, overlap_table
+from infinity.cli.job import Job
+from infinity.cli.report import Meter, Reporter, overlap_table, together
 from infinity.config import Config, Train
 from infinity.errors import ConfigError
 from infinity.functions import load_function
-from infinity.timeline import Timeline
+from infinity.planner.plan import Plan
+from infinity.timeline import Timeline, save_chrome_trace
 
 TRACED_STEPS = 20
 """Steps that trace.json covers, the last ones."""
@@ -32,61 +33,80 @@ TRACED_STEPS = 20
 Batch = dict[str, Tensor]
 
 
-def print_plan(config: Config, folders: Sequence[Path]) -> int:
-    """`--plan`: what fits where. Builds and writes nothing."""
-    build = load_function("train.model", config.train.model, folders)
-    _say(Console(), infinity.plan(build, config).render())
+def print_plan(job: Job, folders: Sequence[Path]) -> int:
+    """`--plan`: what fits where. Builds and writes nothing. Over ranks rank 0 plans for one of them."""
+
+    def plan() -> Plan:
+        return infinity.plan(load_function("train.model", job.config.train.model, folders), job.config)
+
+    _say_plan(job, job.ask_first("the plan", plan))
     return 0
 
 
-def run_training(config: Config, folders: Sequence[Path], resume: Path | None) -> int:
+def _say_plan(job: Job, plan: Plan) -> None:
+    if job.ranks.world_size > 1:
+        job.say(f"each of {job.ranks.world_size} ranks has, in memory and files of its own:")
+    job.say(plan.render())
+
+
+def run_training(job: Job, folders: Sequence[Path], resume: Path | None) -> int:
     """Train to `train.steps` and save; returns the exit code.
 
     A run goes on from the checkpoint that `resume` names, else from its store or the latest checkpoint in
-    `train.output`, whichever has more steps.
+    `train.output`, whichever has more steps. Ranks agree on where they begin, and on the step after which they stop.
     """
-    console = Console()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "infinity train is one process so far. For several ranks call infinity.initialize in a script of your own, and start that with torchrun"
-        )
-    build = load_function("train.model", config.train.model, folders)
-    draw = load_function("train.data", config.train.data, folders)
-    output = Path(config.train.output)
-    latest = _latest(output)
-    if resume is not None and not resume.is_dir():
-        raise ConfigError(f"--resume {resume}: no such checkpoint.")
-    if resume is not None and latest is not None and _step_of(latest) > Manifest.read(resume).step:
-        raise ConfigError(f"--resume {resume}: {latest} is further and would stay in the way. Choose another directory: --set train.output=DIR.")
-    if resume is None and latest is not None:
-        _refuse_if_never(config, latest)
-        if _step_of(latest) >= config.train.steps:
-            _say(console, _finished(latest, config))
-            return 0
-    random.seed(config.train.seed)
-    torch.manual_seed(config.train.seed)
-    with Interrupt() as interrupt, infinity.initialize(build, config, checkpoint=resume) as engine:
-        data = draw(config, 0, 1)
+    config, ranks = job.config, job.ranks
+    with ranks.all_or_none("finding the model and its data"):
+        build = load_function("train.model", config.train.model, folders)
+        draw = load_function("train.data", config.train.data, folders)
+    latest = job.ask_first("the latest checkpoint", lambda: _find_latest(config, resume))
+    if resume is None and latest is not None and _step_of(latest) >= config.train.steps:
+        job.say(_finished(latest, config))
+        return 0
+    _seed(config.train.seed)
+    with Interrupt(is_silent=not job.is_first) as interrupt, infinity.initialize(build, config, checkpoint=resume) as engine:
+        with ranks.all_or_none("making the data"):
+            data = draw(config, ranks.rank, ranks.world_size)
         scheduler = LambdaLR(engine.optimizer, lambda step: learning_rate_factor(config.train, step))
         engine.register(scheduler=scheduler, **({"data": data} if _keeps_its_place(data) else {}))
         if resume is None and latest is not None and _step_of(latest) > engine.global_step:
             engine.load(latest)  # the run's own store is behind: on another disk, or removed
         _apply_learning_rate(scheduler)
         if engine.global_step:
-            _say(console, f"going on from step {engine.global_step} of {config.train.steps}")
-        _say(console, engine.plan.render())
-        if interrupt.requested:
-            _say(console, "stopped before the first step.")
+            job.say(f"going on from step {engine.global_step} of {config.train.steps}")
+        elif ranks.rank:
+            _seed(config.train.seed + ranks.rank)  # the same weights are made, and now dropout differs
+        _say_plan(job, engine.plan)
+        if job.is_any(interrupt.requested, "a stop before the first step"):
+            job.say("stopped before the first step.")
             return INTERRUPTED
-        output.mkdir(parents=True, exist_ok=True)
-        _loop(engine, data, scheduler, config.train, interrupt, console)
-        saved = _save(engine, output)
+        Path(config.train.output).mkdir(parents=True, exist_ok=True)
+        _loop(job, engine, data, scheduler, interrupt)
+        saved = _save(job, engine)
         done = f"step {engine.global_step} of {config.train.steps}, saved in {saved}"
-    if interrupt.requested:
-        _say(console, f"stopped at {done}. The same command goes on from there.")
+        is_stopped = job.is_any(interrupt.requested, "a stop before the end")
+    if is_stopped:
+        job.say(f"stopped at {done}. The same command goes on from there.")
         return INTERRUPTED
-    _say(console, f"finished {done}. `infinity export {saved} OUT` writes the weights alone.")
+    job.say(f"finished {done}. `infinity export {saved} OUT` writes the weights alone.")
     return 0
+
+
+def _find_latest(config: Config, resume: Path | None) -> Path | None:
+    """The latest checkpoint in `train.output`. Raises ConfigError where it, or the lack of `resume`, does not let the run begin."""
+    latest = _latest(Path(config.train.output))
+    if resume is not None and not resume.is_dir():
+        raise ConfigError(f"--resume {resume}: no such checkpoint.")
+    if resume is not None and latest is not None and _step_of(latest) > Manifest.read(resume).step:
+        raise ConfigError(f"--resume {resume}: {latest} is further and would stay in the way. Choose another directory: --set train.output=DIR.")
+    if resume is None and latest is not None:
+        _refuse_if_never(config, latest)
+    return latest
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _latest(output: Path) -> Path | None:
@@ -120,23 +140,28 @@ def _apply_learning_rate(scheduler: LambdaLR) -> None:
         group["lr"] = rate
 
 
-def _loop(engine: Any, data: Iterable[Batch], scheduler: LambdaLR, train: Train, interrupt: Interrupt, console: Console) -> None:
-    """Micro-steps, step, schedule, report, until train.steps are done or somebody pressed Ctrl-C."""
+def _loop(job: Job, engine: Any, data: Iterable[Batch], scheduler: LambdaLR, interrupt: Interrupt) -> None:
+    """Micro-steps, step, schedule, report, until train.steps are done or somebody pressed Ctrl-C: every rank stops after the same step."""
+    train = job.config.train
     batches = _endless(data)
     if not _keeps_its_place(data):
-        _skip(batches, engine.global_step * train.accumulation, console)
-    output = Path(train.output)
+        _skip(job, batches, engine.global_step * train.accumulation)
+    metrics = Path(train.output) / "metrics.jsonl" if job.is_first else Path(os.devnull)
     meter = Meter(engine.timeline)
     last_steps = deque([time.monotonic_ns()], maxlen=TRACED_STEPS)
-    with Reporter(console, output / "metrics.jsonl", steps=train.steps, start=engine.global_step, log_every=train.log_every) as reporter:
-        while engine.global_step < train.steps and not interrupt.requested:
+    is_stopping = False
+    with Reporter(job.console, metrics, steps=train.steps, start=engine.global_step, log_every=train.log_every) as reporter:
+        while engine.global_step < train.steps and not is_stopping:
             lr = engine.optimizer.param_groups[0]["lr"]
             loss, tokens = _step(engine, batches, scheduler, train)
-            reporter.step(meter.step(step=engine.global_step, loss=loss, lr=lr, tokens=tokens))
+            mine = meter.step(step=engine.global_step, loss=loss, lr=lr, tokens=tokens)
+            everybodys = job.ranks.everybodys((mine, interrupt.requested), "how the step went")
+            reporter.step(together([report for report, _ in everybodys]))
+            is_stopping = any(is_requested for _, is_requested in everybodys)
             if train.save_every and engine.global_step % train.save_every == 0 and engine.global_step < train.steps:
-                _save(engine, output)
+                _save(job, engine)
             last_steps.append(time.monotonic_ns())
-    _print_lanes(engine.timeline, last_steps[0], output, console)
+    _print_lanes(job, engine.timeline, last_steps[0])
 
 
 def _step(engine: Any, batches: Iterator[Batch], scheduler: LambdaLR, train: Train) -> tuple[float, int]:
@@ -156,19 +181,23 @@ def _step(engine: Any, batches: Iterator[Batch], scheduler: LambdaLR, train: Tra
     return total, tokens
 
 
-def _save(engine: Any, output: Path) -> Path:
+def _save(job: Job, engine: Any) -> Path:
     """A checkpoint of this step, whole when this returns. One that is there already is of this step: later ones are refused at the start."""
-    folder = output / f"step-{engine.global_step}"
-    if not folder.exists():
+    folder = Path(job.config.train.output) / f"step-{engine.global_step}"
+    if not job.ask_first("a checkpoint of this step", folder.exists):
         engine.save(folder).wait()
     return folder
 
 
-def _print_lanes(timeline: Timeline, since_ns: int, output: Path, console: Console) -> None:
-    """How the lanes lay over each other in the last steps: a table here, and a trace that Perfetto opens."""
-    console.print(overlap_table(timeline.summary(since_ns), (time.monotonic_ns() - since_ns) / 1e9))
-    timeline.save_chrome_trace(output / "trace.json", since_ns)
-    _say(console, f"trace of these steps: {output / 'trace.json'} (open it at https://ui.perfetto.dev)")
+def _print_lanes(job: Job, timeline: Timeline, since_ns: int) -> None:
+    """How the lanes lay over each other in the last steps: a table of this process's, and a trace of all that Perfetto opens."""
+    whose = f"lanes of rank {job.ranks.rank}" if job.ranks.world_size > 1 else "lanes"
+    job.console.print(overlap_table(timeline.summary(since_ns), (time.monotonic_ns() - since_ns) / 1e9, whose))
+    recordings = job.ranks.everybodys(timeline.recording(since_ns), "the trace")
+    trace = Path(job.config.train.output) / "trace.json"
+    if job.is_first:
+        save_chrome_trace(trace, recordings)
+    job.say(f"trace of these steps: {trace} (open it at https://ui.perfetto.dev)")
 
 
 def learning_rate_factor(train: Train, step: int) -> float:
@@ -205,13 +234,9 @@ def _keeps_its_place(data: object) -> bool:
     return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
-def _skip(batches: Iterator[Batch], count: int, console: Console) -> None:
+def _skip(job: Job, batches: Iterator[Batch], count: int) -> None:
     """Data without a state of its own is drawn and dropped up to where the run stopped."""
     if count:
-        _say(console, f"skipping {count} batches that the run has seen; data with state_dict and load_state_dict goes on at once")
+        job.say(f"skipping {count} batches that the run has seen; data with state_dict and load_state_dict goes on at once")
     for _ in range(count):
         next(batches)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from infinity.cli import report as report_module
-from infinity.cli.report import Meter, Reporter, StepReport, format_line, overlap_table
+from infinity.cli.report import Meter, Reporter, StepReport, format_line, overlap_table, together
 from infinity.kinds import Lane
 from infinity.timeline import Timeline
 
@@ -38,6 +38,14 @@ def test_a_meter_gives_what_moved_since_the_last_step(monkeypatch):
     assert (first.seconds, second.seconds) == (2.0, 1.0)
     assert (first.moved[Lane.NVME_READ], first.moved[Lane.NVME_WRITE]) == (1000, 0)
     assert (second.moved[Lane.NVME_READ], second.moved[Lane.NVME_WRITE]) == (0, 300)
+
+
+def test_a_step_of_ranks_is_the_mean_loss_all_bytes_and_tokens_and_the_longest_wait():
+    moved = [{Lane.NVME_READ: 100, Lane.COMM: 7}, {Lane.NVME_READ: 20, Lane.COMM: 7}]
+    mine = step_report(3, loss=1.0, tokens=10, seconds=0.5, moved=moved[0], stalled_s=0.1)
+    others = step_report(3, loss=4.0, tokens=30, seconds=0.4, moved=moved[1], stalled_s=0.3)
+    both = step_report(3, loss=2.5, tokens=40, seconds=0.5, moved={Lane.NVME_READ: 120, Lane.COMM: 14}, stalled_s=0.3)
+    assert together([mine, others]) == both and together([mine]) == mine
 
 
 def test_a_json_line_has_rates_and_shares():

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import infinity
+from infinity.cli.job import Job
 from infinity.cli.train import count_tokens, learning_rate_factor, run_training
 from infinity.config import load_config
 from infinity.errors import ConfigError
+from infinity.sharding.ranks import Ranks
 from infinity.timeline import Timeline
 
 MODULE = """
@@ -127,7 +130,8 @@ def run(tmp_path, monkeypatch):
     def run(*words, resume=None):
         defaults = ["train.model=loop_probe:build", "train.data=loop_probe:data", "train.steps=4", "optimizer.lr=0.1", f"train.output={tmp_path}/out"]
         loop_probe.seen.clear()
-        return run_training(load_config({}, [*defaults, *words]), [tmp_path], resume)
+        job = Job(config=load_config({}, [*defaults, *words]), ranks=Ranks(timeout_s=1.0, timeline=Timeline()), console=Console())
+        return run_training(job, [tmp_path], resume)
 
     monkeypatch.setattr(infinity, "initialize", initialize, raising=False)
     run.engines, run.seen, run.output, run.module = [], loop_probe.seen, tmp_path / "out", loop_probe
