@@ -257,19 +257,20 @@ class Train(Section):
     whose forward(**batch) gives a loss or an object with .loss."""
 
     data: Spec | None = None
-    """Where batches come from, as module:function. The function takes (config, rank, world_size) and gives an iterable of dicts of tensors."""
+    """Where batches come from, as module:function. The function takes (config, rank, world_size) and gives an iterable of dicts of tensors.
+    Over several processes that is a rank's own share: each goes through its own again when it ends."""
 
     steps: Whole = Field(1000, ge=1)
     """Optimizer steps of the whole run."""
 
     batch_size: Whole = Field(8, ge=1)
-    """Sequences in one micro-step; for the data function. Activations in memory grow with it."""
+    """Sequences in one micro-step of one rank; for the data function. Activations in memory grow with it."""
 
     sequence_length: Whole = Field(1024, ge=1)
     """Tokens per sequence; for the data function. Activations in memory grow with it."""
 
     accumulation: Whole = Field(1, ge=1)
-    """Micro-steps per optimizer step; `infinity train` divides the loss of each by this number.
+    """Micro-steps per optimizer step, on each rank; `infinity train` divides the loss of each by this number.
     Above 1, gradients rest in fp32, 4 bytes per element."""
 
     warmup_steps: Whole = Field(0, ge=0)
