@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import infinity
 from infinity.cli.main import app
 from infinity.config import load_config
-from infinity.kinds import Tier
-from tests.ranks import run_ranks
+from infinity.kinds import Lane, Tier
+from tests.ranks import job, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 4
+UNITS = 4
+"""Three blocks, and a root of what is left."""
 
 PROBE = """
+import logging
+import warnings
+
 import gpt
+
+def talks(config, rank, world_size):
+    warnings.warn("a warning")
+    logging.getLogger("user").warning("a log")
+    return gpt.data(config, rank, world_size)
 
 def empty(config, rank, world_size):
     return [] if rank == 1 else gpt.data(config, rank, world_size)
 """
 
-CONFIG = """
+CONFIG = f"""
 device = "cpu"
 budgets.cpu = "64MiB"
 placement.param = "nvme"
@@ -28,8 +49,9 @@ placement.optimizer = "nvme"
 nvme.paths = ["disk"]
 zero.timeout_s = 4
 train.model = "gpt:build_toy"
-train.data = "gpt:data"
-train.steps = 4
+train.data = "job_probe:talks"
+train.steps = {STEPS}
+train.accumulation = 2
 train.batch_size = 2
 train.sequence_length = 32
 train.log_every = 1
@@ -85,3 +107,108 @@ def test_data_that_gives_nothing_on_one_rank_is_told_by_that_rank(folder):
     first, second = run_ranks(command, 2, folder, "--data", "job_probe:empty")
     assert second[:2] == (2, "") and second[2].startswith("error on rank 1: train.data: the iterable gives no batch")
     assert first[0] == 1 and first[2] == "", "that a rank is lost is no news then"
+
+
+def train_by_hand(rank, world_size, folder):
+    """(mean loss of each step, bytes that Adam passed over) of a loop as anybody writes it."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    import gpt
+
+    config = load_config("run.toml", ["store.run=hand"])
+    torch.manual_seed(config.train.seed)
+    losses = []
+    with infinity.initialize(gpt.build_toy, config) as engine:
+        batches = iter(gpt.data(config, rank, world_size))
+        for _ in range(config.train.steps):
+            parts = []
+            for _ in range(config.train.accumulation):
+                loss = engine.model(**next(batches)) / config.train.accumulation
+                loss.backward()
+                parts.append(loss.item())
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            losses.append(sum(parts))
+        return losses, engine.timeline.moved_bytes()[Lane.ADAM]
+
+
+def metrics(folder, output="runs"):
+    return [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_metrics(steps, by_hand):
+    """They are of all ranks together."""
+    losses, adam_bytes = zip(*by_hand, strict=True)
+    assert [step["loss"] for step in steps] == [sum(parts) / len(by_hand) for parts in zip(*losses, strict=True)]
+    assert sum(step["bytes"]["adam"] for step in steps) == sum(adam_bytes)
+    for step in steps:
+        assert step["tokens_per_s"] * step["seconds"] == pytest.approx(len(by_hand) * 2 * 2 * 32)
+        assert 0 <= step["stalled_share"] <= 1
+
+
+def check_trace(folder, world_size):
+    events = json.loads((folder / "runs" / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"} == {f"rank {n}": n for n in range(world_size)}
+    reduces = [[event["name"] for event in events if event["pid"] == rank and event["name"].startswith("reduce of")] for rank in range(world_size)]
+    assert len(reduces[0]) == STEPS * 2 * UNITS and all(names == reduces[0] for names in reduces), "in each micro-step, and in one order"
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_train_as_a_loop_by_hand_does_and_rank_0_tells_of_it(folder, world_size):
+    by_hand = run_ranks(train_by_hand, world_size, folder)
+    first, *others = run_ranks(command, world_size, folder)
+    assert others == [(0, "", "")] * (world_size - 1)
+    assert first[0] == 0 and "a warning" in first[2] and "a log" in first[2]
+    assert "lanes of rank 0 over the last" in first[1] and f"finished step {STEPS} of {STEPS}, saved in {folder}/runs/step-{STEPS}" in first[1]
+    check_metrics(metrics(folder), by_hand)
+    check_trace(folder, world_size)
+
+    onward = run_ranks(command, world_size, folder, "--log-all", "--set", f"train.steps={STEPS + 1}")
+    for rank, (code, said, errors) in enumerate(onward):
+        assert code == 0 and f"rank {rank}: a log\n" in errors and "a warning" in errors
+        assert f"rank {rank}: going on from step {STEPS} of {STEPS + 1}\n" in said
+        assert all(line.startswith(f"rank {rank}: ") for line in (said + errors).splitlines())
+
+    words = ("--resume", f"runs/step-{STEPS}", "--set", "train.output=again", "--set", f"train.steps={STEPS + 1}")
+    assert [code for code, *_ in run_ranks(command, world_size, folder, *words)] == [0] * world_size
+    assert metrics(folder, "again")[-1]["loss"] == metrics(folder)[STEPS]["loss"]
+
+
+def wait_for_steps(folder, count):
+    path, deadline = folder / "runs" / "metrics.jsonl", time.monotonic() + 120
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def check_stopped(folder):
+    """One checkpoint, of the last step that was told of; the same command goes on from there."""
+    (checkpoint,) = (folder / "runs").glob("step-*")
+    stopped = len(metrics(folder))
+    assert checkpoint.name == f"step-{stopped}"
+    onward = run_ranks(command, 2, folder, "--set", f"train.steps={stopped + 1}")
+    assert [code for code, *_ in onward] == [0, 0] and f"going on from step {stopped} of {stopped + 1}" in onward[0][1]
+    return stopped
+
+
+def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step(folder):
+    with job(command, 2, folder, "--set", "train.steps=100000") as running:
+        wait_for_steps(folder, 2)
+        os.kill(running.processes[1].pid, signal.SIGTERM)
+        first, second = (running.outcome(rank).value for rank in range(2))
+    assert second == (130, "", "") and first[0] == 130
+    assert f"stopped at step {check_stopped(folder)} of 100000" in first[1]
+
+
+def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "infinity", "train", "run.toml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, "--set", "train.steps=100000"], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        wait_for_steps(folder, 2)
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert errors.count("stopping after this step; once more aborts at once.") == 1 and "error on rank" not in errors
+    (stopped,) = re.findall(r"^stopped at step (\d+) of 100000, saved in .*The same command goes on from there\.$", said, flags=re.MULTILINE)
+    assert int(stopped) == check_stopped(folder)
