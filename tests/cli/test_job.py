@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import known_rates
 from typer.testing import CliRunner
 
 import infinity
@@ -22,23 +23,29 @@ from infinity.kinds import Lane, Tier
 from tests.ranks import job, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 4
+STEPS = 3
 UNITS = 4
 """Three blocks, and a root of what is left."""
 
 PROBE = """
 import logging
 import warnings
+from pathlib import Path
 
 import gpt
+import torch
+
+def windows(config, rank, world_size):
+    text = torch.frombuffer(bytearray(Path(gpt.__file__).read_bytes()), dtype=torch.uint8)
+    return gpt.Windows(text, batch_size=config.train.batch_size, length=config.train.sequence_length, rank=rank, world_size=world_size)
 
 def talks(config, rank, world_size):
     warnings.warn("a warning")
     logging.getLogger("user").warning("a log")
-    return gpt.data(config, rank, world_size)
+    return windows(config, rank, world_size)
 
 def empty(config, rank, world_size):
-    return [] if rank == 1 else gpt.data(config, rank, world_size)
+    return [] if rank == 1 else windows(config, rank, world_size)
 """
 
 CONFIG = f"""
@@ -47,7 +54,7 @@ budgets.cpu = "64MiB"
 placement.param = "nvme"
 placement.optimizer = "nvme"
 nvme.paths = ["disk"]
-zero.timeout_s = 4
+zero.timeout_s = 60
 train.model = "gpt:build_toy"
 train.data = "job_probe:talks"
 train.steps = {STEPS}
@@ -63,6 +70,7 @@ train.output = "runs"
 def folder(example_folder):
     (example_folder / "run.toml").write_text(CONFIG)
     (example_folder / "job_probe.py").write_text(PROBE)
+    known_rates(example_folder / "disk")
     return example_folder
 
 
@@ -104,7 +112,7 @@ def test_a_checkpoint_that_is_missing_is_told_by_rank_0(folder):
 
 
 def test_data_that_gives_nothing_on_one_rank_is_told_by_that_rank(folder):
-    first, second = run_ranks(command, 2, folder, "--data", "job_probe:empty")
+    first, second = run_ranks(command, 2, folder, "--data", "job_probe:empty", "--set", "zero.timeout_s=4")
     assert second[:2] == (2, "") and second[2].startswith("error on rank 1: train.data: the iterable gives no batch")
     assert first[0] == 1 and first[2] == "", "that a rank is lost is no news then"
 
@@ -114,12 +122,13 @@ def train_by_hand(rank, world_size, folder):
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     import gpt
+    import job_probe  # type: ignore[import-not-found]
 
     config = load_config("run.toml", ["store.run=hand"])
     torch.manual_seed(config.train.seed)
     losses = []
     with infinity.initialize(gpt.build_toy, config) as engine:
-        batches = iter(gpt.data(config, rank, world_size))
+        batches = iter(job_probe.windows(config, rank, world_size))
         for _ in range(config.train.steps):
             parts = []
             for _ in range(config.train.accumulation):
@@ -153,10 +162,16 @@ def check_trace(folder, world_size):
     assert len(reduces[0]) == STEPS * 2 * UNITS and all(names == reduces[0] for names in reduces), "in each micro-step, and in one order"
 
 
+def train_thrice(rank, world_size, folder):
+    """By hand, by command, and one step more from the command's checkpoint."""
+    by_hand, told = train_by_hand(rank, world_size, folder), command(rank, world_size, folder)
+    words = ("--resume", f"runs/step-{STEPS}", "--set", "train.output=again", "--set", f"train.steps={STEPS + 1}", "--set", "store.run=again")
+    return by_hand, told, command(rank, world_size, folder, *words)
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_train_as_a_loop_by_hand_does_and_rank_0_tells_of_it(folder, world_size):
-    by_hand = run_ranks(train_by_hand, world_size, folder)
-    first, *others = run_ranks(command, world_size, folder)
+    by_hand, (first, *others), again = zip(*run_ranks(train_thrice, world_size, folder), strict=True)
     assert others == [(0, "", "")] * (world_size - 1)
     assert first[0] == 0 and "a warning" in first[2] and "a log" in first[2]
     assert "lanes of rank 0 over the last" in first[1] and f"finished step {STEPS} of {STEPS}, saved in {folder}/runs/step-{STEPS}" in first[1]
@@ -169,8 +184,7 @@ def test_ranks_train_as_a_loop_by_hand_does_and_rank_0_tells_of_it(folder, world
         assert f"rank {rank}: going on from step {STEPS} of {STEPS + 1}\n" in said
         assert all(line.startswith(f"rank {rank}: ") for line in (said + errors).splitlines())
 
-    words = ("--resume", f"runs/step-{STEPS}", "--set", "train.output=again", "--set", f"train.steps={STEPS + 1}")
-    assert [code for code, *_ in run_ranks(command, world_size, folder, *words)] == [0] * world_size
+    assert [code for code, *_ in again] == [0] * world_size
     assert metrics(folder, "again")[-1]["loss"] == metrics(folder)[STEPS]["loss"]
 
 
@@ -181,23 +195,24 @@ def wait_for_steps(folder, count):
         time.sleep(0.05)
 
 
-def check_stopped(folder):
-    """One checkpoint, of the last step that was told of; the same command goes on from there."""
+def stopped_at(folder):
+    """The last step that was told of; the only checkpoint is of that."""
     (checkpoint,) = (folder / "runs").glob("step-*")
-    stopped = len(metrics(folder))
-    assert checkpoint.name == f"step-{stopped}"
-    onward = run_ranks(command, 2, folder, "--set", f"train.steps={stopped + 1}")
-    assert [code for code, *_ in onward] == [0, 0] and f"going on from step {stopped} of {stopped + 1}" in onward[0][1]
-    return stopped
+    step = len(metrics(folder))
+    assert checkpoint.name == f"step-{step}"
+    return step
 
 
-def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step(folder):
+def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step_and_the_command_goes_on(folder):
     with job(command, 2, folder, "--set", "train.steps=100000") as running:
         wait_for_steps(folder, 2)
         os.kill(running.processes[1].pid, signal.SIGTERM)
         first, second = (running.outcome(rank).value for rank in range(2))
     assert second == (130, "", "") and first[0] == 130
-    assert f"stopped at step {check_stopped(folder)} of 100000" in first[1]
+    step = stopped_at(folder)
+    assert f"stopped at step {step} of 100000" in first[1]
+    onward = run_ranks(command, 2, folder, "--set", f"train.steps={step + 1}")
+    assert [code for code, *_ in onward] == [0, 0] and f"going on from step {step} of {step + 1}" in onward[0][1]
 
 
 def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):
@@ -210,5 +225,5 @@ def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):
         said, errors = process.communicate(timeout=120)
     assert process.returncode != 0
     assert errors.count("stopping after this step; once more aborts at once.") == 1 and "error on rank" not in errors
-    (stopped,) = re.findall(r"^stopped at step (\d+) of 100000, saved in .*The same command goes on from there\.$", said, flags=re.MULTILINE)
-    assert int(stopped) == check_stopped(folder)
+    (step,) = re.findall(r"^stopped at step (\d+) of 100000, saved in .*The same command goes on from there\.$", said, flags=re.MULTILINE)
+    assert int(step) == stopped_at(folder)
