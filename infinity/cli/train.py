@@ -8,12 +8,12 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
@@ -64,6 +64,7 @@ def run_training(job: Job, folders: Sequence[Path], resume: Path | None) -> int:
         job.say(_finished(latest, config))
         return 0
     _seed(config.train.seed)
+    build = _build_then_seed(build, config.train.seed + ranks.rank) if ranks.rank else build
     with Interrupt(is_silent=not job.is_first) as interrupt, infinity.initialize(build, config, checkpoint=resume) as engine:
         with ranks.all_or_none("making the data"):
             data = draw(config, ranks.rank, ranks.world_size)
@@ -74,8 +75,6 @@ def run_training(job: Job, folders: Sequence[Path], resume: Path | None) -> int:
         _apply_learning_rate(scheduler)
         if engine.global_step:
             job.say(f"going on from step {engine.global_step} of {config.train.steps}")
-        elif ranks.rank:
-            _seed(config.train.seed + ranks.rank)  # the same weights are made, and now dropout differs
         _say_plan(job, engine.plan)
         if job.is_any(interrupt.requested, "a stop before the first step"):
             job.say("stopped before the first step.")
@@ -107,6 +106,17 @@ def _find_latest(config: Config, resume: Path | None) -> Path | None:
 def _seed(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+def _build_then_seed(build: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Module]:
+    """For the other ranks than 0: what is drawn after the weights, such as dropout, is a rank's own. A run that goes on restores it."""
+
+    def built() -> nn.Module:
+        module = build()
+        _seed(seed)
+        return module
+
+    return built
 
 
 def _latest(output: Path) -> Path | None:

@@ -41,7 +41,7 @@ def windows(config, rank, world_size):
 
 def talks(config, rank, world_size):
     warnings.warn("a warning")
-    logging.getLogger("user").warning("a log")
+    logging.getLogger("user").warning("a log, drawing from seed %d", torch.initial_seed())
     return windows(config, rank, world_size)
 
 def empty(config, rank, world_size):
@@ -180,7 +180,7 @@ def test_ranks_train_as_a_loop_by_hand_does_and_rank_0_tells_of_it(folder, world
 
     onward = run_ranks(command, world_size, folder, "--log-all", "--set", f"train.steps={STEPS + 1}")
     for rank, (code, said, errors) in enumerate(onward):
-        assert code == 0 and f"rank {rank}: a log\n" in errors and "a warning" in errors
+        assert code == 0 and f"rank {rank}: a log, drawing from seed {rank}\n" in errors and "a warning" in errors
         assert f"rank {rank}: going on from step {STEPS} of {STEPS + 1}\n" in said
         assert all(line.startswith(f"rank {rank}: ") for line in (said + errors).splitlines())
 
