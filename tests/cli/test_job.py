@@ -227,3 +227,14 @@ def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):
     assert errors.count("stopping after this step; once more aborts at once.") == 1 and "error on rank" not in errors
     (step,) = re.findall(r"^stopped at step (\d+) of 100000, saved in .*The same command goes on from there\.$", said, flags=re.MULTILINE)
     assert int(step) == stopped_at(folder)
+
+
+@pytest.mark.slow
+def test_that_a_rank_was_killed_is_told_once_by_those_that_are_left(folder):
+    with job(command, 3, folder, "--set", "train.steps=100000", "--set", "zero.timeout_s=4") as running:
+        wait_for_steps(folder, 2)
+        running.processes[2].kill()
+        codes, _, errors = zip(*(running.outcome(rank).value for rank in range(2)), strict=True)
+    (error,) = [line for text in errors for line in text.splitlines() if line.startswith("error")]
+    assert codes == (1, 1) and re.match(r"error on rank [01]: rank 2 has not been heard of", error)
+    assert not list((folder / "runs").glob("step-*"))
