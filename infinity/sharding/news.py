@@ -13,7 +13,6 @@ from infinity.errors import RankError
 
 logger = logging.getLogger("infinity")
 
-
 _PATIENCE_S = 5.0
 """How long a rank that has lost another waits for that one to tell why."""
 
