@@ -34,7 +34,7 @@ from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.descent import Descent
 from infinity.runtime.hooks import Hooks
 from infinity.runtime.scheduler import Movers, Scheduler
-from infinity.runtime.states import States, named_states
+from infinity.runtime.states import States, held_runs, named_states
 from infinity.runtime.units import Unit
 from infinity.sharding.ranks import Ranks, join_ranks
 from infinity.sharding.share import Share
@@ -159,6 +159,7 @@ def _make_way(prepared: Prepared, checkpoint_directory: Path) -> None:
     checkpoint.verify(
         checkpoint_directory,
         named_states(prepared.units),
+        held_runs(prepared.units, prepared.share).__getitem__,
         accept=lambda extra: check_fits(extra["run"], names, buffers),
         thoroughly=any(ranks.everybodys(bool(run_files(places, run).files), "the run's files")),
         ranks=ranks,

@@ -12,10 +12,10 @@ import torch
 
 from infinity.checkpoint.format import Manifest
 from infinity.checkpoint.load import Files
-from infinity.checkpoint.pieces import whole
 from infinity.checkpoint.staged import staged_directory, staged_file, write_text
 from infinity.checkpoint.tensorfile import Entry, Layout, TensorWriter, deal, make_file
 from infinity.kinds import State
+from infinity.sharding.layout import Interval
 
 SHARD_BYTES = 5_000_000_000
 """Largest file, as in transformers' save_pretrained."""
@@ -94,11 +94,13 @@ def _write(layouts: Mapping[Path, Layout], files: Files, weights: Sequence[_Weig
         writers = [stack.enter_context(TensorWriter(path, layout)) for path, layout in layouts.items()]
         owners = {key: (writer, layout.dtypes[key]) for writer, layout in zip(writers, layouts.values(), strict=True) for key in layout.starts}
 
+        numels = {weight.name: torch.Size(weight.shape).numel() for weight in weights}
+
         def write(name: str, state: State, start: int, values: torch.Tensor) -> None:
             writer, dtype = owners[name]
             writer.write(name, start * dtype.itemsize, values.to(dtype))
 
-        files.read(weights, whole, write)
+        files.read(weights, lambda name: [Interval(0, numels[name])], write)
         for name, buffer in buffers.items():
             owners[name][0].write(name, 0, buffer)
         for writer in writers:

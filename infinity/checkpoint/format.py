@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds: `manifest.json`, and the safetensors files that it names. See docs/format.md.
+"""What a checkpoint directory holds: `manifest.json`, and the safetensors files that it names.
 
 Tensors are whole parameters and moments by name, so a checkpoint knows nothing of units, chunks, placement, paths or shards; of ranks
 it knows what each kept of its own.

@@ -12,7 +12,7 @@ import torch
 
 from infinity import native
 from infinity.checkpoint.format import Manifest, NamedState, StateSink, state_key
-from infinity.checkpoint.pieces import PIECE_BYTES, Runs, in_pieces, move, part
+from infinity.checkpoint.pieces import PIECE_BYTES, Runs, in_pieces, move
 from infinity.checkpoint.sums import Sum, Sums
 from infinity.checkpoint.tensorfile import Entry, TensorReader, as_bytes
 from infinity.checkpoint.values import decode
@@ -47,18 +47,28 @@ def load(
     """
     tensors = sink.tensors()
     with _opened(Path(directory), tensors, ranks, piece_bytes) as (files, extra):
-        _verify(files, tensors, piece_bytes, ranks)
+        _verify(files, tensors, sink.held)
         _ask(accept, extra, ranks)
         begin()
-        files.read(tensors, lambda tensor: sink.held(tensor.name), sink.write)
+        files.read(tensors, sink.held, sink.write)
     return extra
 
 
-def verify(directory: str | Path, tensors: Sequence[NamedState], *, accept: Accept, thoroughly: bool, ranks: Ranks = ALONE) -> None:
-    """Raise what `load` into a sink with these tensors would raise; only `thoroughly` are the checksums of the states compared."""
+def verify(
+    directory: str | Path,
+    tensors: Sequence[NamedState],
+    held: Runs,
+    *,
+    accept: Accept,
+    thoroughly: bool,
+    ranks: Ranks = ALONE,
+) -> None:
+    """Raise what `load` into a sink with these tensors would raise, where `held` is what it holds; only `thoroughly` are the checksums of the
+    states compared.
+    """
     with _opened(Path(directory), tensors, ranks, PIECE_BYTES) as (files, extra):
         if thoroughly:
-            _verify(files, tensors, PIECE_BYTES, ranks)
+            _verify(files, tensors, held)
         _ask(accept, extra, ranks)
 
 
@@ -85,9 +95,9 @@ def _own_extra(manifest: Manifest, files: Files, ranks: Ranks) -> dict[str, Any]
     return extra
 
 
-def _verify(files: Files, tensors: Sequence[NamedState], piece_bytes: int, ranks: Ranks) -> None:
-    """Each rank reads its part."""
-    files.read(tensors, lambda tensor: part(tensor, piece_bytes, ranks), lambda *piece: None)
+def _verify(files: Files, tensors: Sequence[NamedState], held: Runs) -> None:
+    """Each rank reads what it will load, so together they read everything."""
+    files.read(tensors, held, lambda *piece: None)
 
 
 def _ask(accept: Accept, extra: dict[str, Any], ranks: Ranks) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-
-import torch
 
 from infinity.checkpoint.format import NamedState
 from infinity.sharding.layout import Interval
@@ -22,32 +19,19 @@ _ROUND_PIECES = 128
 Piece = tuple[NamedState, int, int]
 """A tensor, the first of its elements, the last + 1."""
 
-Runs = Callable[[NamedState], Sequence[Interval]]
-"""The runs of elements that this rank moves of each state of a parameter."""
+Runs = Callable[[str], Sequence[Interval]]
+"""A parameter's name -> the runs of elements that this rank moves of each of its states."""
 
 
 def in_pieces(tensors: Iterable[NamedState], piece_bytes: int, runs: Runs) -> Iterator[Piece]:
     """Piece after piece of a parameter, and all its states of each, since they rest together."""
-    for _, group in groupby(tensors, key=lambda tensor: tensor.name):
+    for name, group in groupby(tensors, key=lambda tensor: tensor.name):
         states = list(group)
         step = max(1, piece_bytes // max(tensor.dtype.itemsize for tensor in states))
-        for run in runs(states[0]):
+        for run in runs(name):
             for start in range(run.start, run.stop, step):
                 for tensor in states:
                     yield tensor, start, min(start + step, run.stop)
-
-
-def whole(tensor: NamedState) -> Sequence[Interval]:
-    """All elements."""
-    return [Interval(0, torch.Size(tensor.shape).numel())]
-
-
-def part(tensor: NamedState, piece_bytes: int, ranks: Ranks) -> Sequence[Interval]:
-    """This rank's part of the elements: whole pieces, as many as others have. Who begins goes by the name: most tensors are one piece."""
-    numel, step = torch.Size(tensor.shape).numel(), max(1, piece_bytes // tensor.dtype.itemsize)
-    pieces, place = -(-numel // step), (ranks.rank + zlib.crc32(tensor.name.encode())) % ranks.world_size
-    start, stop = (pieces * at // ranks.world_size * step for at in (place, place + 1))
-    return [Interval(start, min(stop, numel))] if start < stop else []
 
 
 def move(pieces: Iterable[Piece], each: Callable[[NamedState, int, int], None], ranks: Ranks, what: str) -> None:

@@ -121,7 +121,7 @@ def _write_files(
         def write(tensor: NamedState, start: int, stop: int) -> None:
             files.write_piece(tensor, start, stop, source.read(tensor.name, tensor.state, start, stop))
 
-        move(in_pieces(tensors, piece_bytes, lambda tensor: source.share(tensor.name)), write, ranks, "writing a checkpoint")
+        move(in_pieces(tensors, piece_bytes, source.share), write, ranks, "writing a checkpoint")
         with ranks.all_or_none("completing a checkpoint"):
             for key, value in extras.items():
                 files.write(key, 0, value)

@@ -42,12 +42,22 @@ def named_states(units: Sequence[Unit]) -> list[NamedState]:
     return found
 
 
+def held_runs(units: Sequence[Unit], share: Share) -> dict[str, list[Interval]]:
+    """Parameter -> the runs of its elements, counted from its first, of which a rank with this share keeps what a checkpoint holds."""
+    found = {}
+    for flat in (flat for unit in units for flat in unit.layout.flats):
+        run = share.run(flat, Group.OPTIMIZER if flat.trainable else Group.PARAM)
+        found.update((slot.name, _inside(slot, run)) for slot in flat.slots)
+    return found
+
+
 class States:
     """Elements of a named state, read from and written to wherever their chunks rest. Not thread-safe; the step must be over."""
 
     def __init__(self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, deadline_s: float, share: Share = ALONE) -> None:
         """`share`: what the store holds; other elements cannot be read or written here."""
         self._units, self._store, self._deadline_s, self._share = units, store, deadline_s, share
+        self._held = held_runs(units, share)
         self._chunks = {
             (unit.layout.index, f, group): dict(share.chunks(flat, group, chunk_numel))
             for unit in units
@@ -96,8 +106,7 @@ class States:
 
     def held(self, name: str) -> list[Interval]:
         """The runs of elements of a parameter's states that rest on this rank, counted from its first element."""
-        _, _, flat, slot = self._places[name]
-        return _inside(slot, self._share.run(flat, Group.OPTIMIZER if flat.trainable else Group.PARAM))
+        return self._held[name]
 
     def read(self, name: str, state: State, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a named state, flat, on the CPU."""
