@@ -44,7 +44,7 @@ def named_states(units: Sequence[Unit]) -> list[NamedState]:
 
 def held_runs(units: Sequence[Unit], share: Share) -> dict[str, list[Interval]]:
     """Parameter -> the runs of its elements, counted from its first, of which a rank with this share keeps what a checkpoint holds."""
-    found = {}
+    found: dict[str, list[Interval]] = {}
     for flat in (flat for unit in units for flat in unit.layout.flats):
         run = share.run(flat, Group.OPTIMIZER if flat.trainable else Group.PARAM)
         found.update((slot.name, _inside(slot, run)) for slot in flat.slots)
