@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,6 +39,9 @@ BETWEEN = "between two collectives"
 PATIENCE = 1.25
 """Timeouts after which the watch has missed a rank that is dead: one, and the beats around it."""
 
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
+"""Between two looks at who has come."""
+
 T = TypeVar("T")
 Reduced = Callable[[Tensor, frozenset[int]], None]
 _Operation = Callable[[], object]
@@ -47,8 +50,8 @@ _Operation = Callable[[], object]
 class RankWork(Work):
     """A collective that waits for its turn, or for other ranks."""
 
-    def __init__(self, name: str, limit_s: float) -> None:
-        """`limit_s`: after which its end would have been told by the ranks' own timeout."""
+    def __init__(self, name: str, limit_s: float | None) -> None:
+        """`limit_s`: after which its end would have been told by the ranks' own timeout; None where a rank may take as long as it needs."""
         self.name, self._limit_s = name, limit_s
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -61,7 +64,7 @@ class RankWork(Work):
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Other ranks may take their time: no deadline of this machine's movers is shorter than the ranks' timeout."""
-        limit_s = max(timeout_s or 0.0, self._limit_s)
+        limit_s = None if self._limit_s is None else max(timeout_s or 0.0, self._limit_s)
         if not self._over.wait(limit_s):
             raise MoverError(f"{self.name} was not over after {limit_s:g} s, and nobody said why")
         if self._error is not None:
@@ -86,6 +89,8 @@ class _Asked:
     """What has to be over on this rank first."""
     among: Any
     """The process group whose ranks do it together."""
+    is_patient: bool
+    """It begins once every rank has come to it, however long that takes."""
 
 
 class Ranks:
@@ -157,11 +162,13 @@ class Ranks:
         self._ask(f"sum of {name}", cells.nbytes, lambda: _all_gather(cells, mine, group=self._shards), among=self._shards).wait()
         return float(sum(cells.tolist()))
 
+    def broadcast(self, tensor: Tensor, name: str) -> Work:
+        """Once the work is over, everybody's `tensor` (contiguous, on the CPU, of any dtype) is rank 0's to the bit."""
+        return self._ask(f"broadcast of {name}", tensor.nbytes, lambda: dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=self._group))
+
     def everybodys(self, value: T, name: str) -> list[T]:
         """What each rank has under this name, by rank; anything that pickles. Waits."""
-        values: list[Any] = [value] * self.world_size
-        self._ask(f"comparison of {name}", 0, lambda: dist.all_gather_object(values, value, group=self._group)).wait()
-        return values
+        return self._exchange(value, name)
 
     def check_same(self, value: object, name: str, hint: str) -> None:
         """Raise ConfigError, on all ranks, when one of them has another value than the others."""
@@ -172,15 +179,29 @@ class Ranks:
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """The body, without collectives in it, succeeds on all ranks or on none: RankError where it went well here and failed elsewhere."""
+        """The body, without collectives in it, succeeds on all ranks or on none: RankError where it went well here and failed elsewhere.
+
+        A rank that lives may take as long as it needs.
+        """
         try:
             yield
         except Exception as error:
-            self.everybodys(f"{type(error).__name__}: {error}", what)
+            self._exchange(f"{type(error).__name__}: {error}", what, is_patient=True)
             raise
-        failures = [(rank, told) for rank, told in enumerate(self.everybodys("", what)) if told]
+        failures = [(rank, told) for rank, told in enumerate(self._exchange("", what, is_patient=True)) if told]
         if failures:
             raise RankError(f"{what} failed on rank {failures[0][0]}, of {len(failures)} that failed: {failures[0][1]}")
+
+    @contextmanager
+    def as_one(self, what: str) -> Iterator[None]:
+        """The body, with collectives in it, succeeds on all ranks, or none does anything together any more: RankError where it failed elsewhere."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(InfinityError):  # the others', which this one has caused; or that which the body ended with
+                self._ask(f"{FAILED}{what} failed on rank {self.rank}: {type(error).__name__}: {error}", 0, lambda: None).wait()
+            raise
+        self.everybodys(None, what)
 
     def shard(self, numel: int) -> Interval:
         """This rank's part of a full flat buffer."""
@@ -208,21 +229,28 @@ class Ranks:
             dist.all_reduce(own, group=self._replicas)
         return own
 
+    def _exchange(self, value: T, name: str, *, is_patient: bool = False) -> list[T]:
+        values: list[Any] = [value] * self.world_size
+        self._ask(f"comparison of {name}", 0, lambda: dist.all_gather_object(values, value, group=self._group), is_patient=is_patient).wait()
+        return values
+
     def _union(self, members: frozenset[int], count: int) -> frozenset[int]:
         mask = torch.zeros(count, dtype=torch.uint8)
         mask[sorted(members)] = 1
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)
         return frozenset(mask.nonzero().flatten().tolist())
 
-    def _ask(self, name: str, nbytes: int, operation: _Operation, after: Sequence[Work] = (), among: Any = None) -> Work:
+    def _ask(
+        self, name: str, nbytes: int, operation: _Operation, after: Sequence[Work] = (), among: Any = None, is_patient: bool = False
+    ) -> Work:
         if self.world_size == 1:
             return COMPLETED
-        work = RankWork(name, self.limit_s)
+        work = RankWork(name, None if is_patient else self.limit_s)
         with self._lock:
             if self._error is not None:
                 raise self._error
             self._waiting[work] = None
-        self._asked.put(_Asked(work, operation, nbytes, after, among or self._group))
+        self._asked.put(_Asked(work, operation, nbytes, after, among or self._group, is_patient))
         return work
 
     def _run(self) -> None:
@@ -248,6 +276,8 @@ class Ranks:
         try:
             for motion in asked.after:
                 motion.wait()
+            if asked.is_patient:
+                self._meet()
             with self._timeline.span(Lane.COMM, name, asked.nbytes):
                 self._agree(name, asked.among)
                 asked.operation()
@@ -258,8 +288,22 @@ class Ranks:
         self._watch.tell(self._begun, BETWEEN)
         return None
 
+    def _meet(self) -> None:
+        """Wait until every rank has come to this collective, or one is lost."""
+        assert self._watch is not None
+        self._watch.come_to(self._begun)
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._watch.have_all_come_to(self._begun):
+            if self._error is not None:
+                raise self._error
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
     def _agree(self, name: str, group: Any) -> None:
-        """Raise TraceError, on all ranks, where they have come to different collectives: of gathers of equal size nobody else would notice."""
+        """Raise TraceError, on all ranks, where they have come to different collectives: of gathers of equal size nobody else would notice.
+
+        RankError where one has come to its failure instead.
+        """
         mine = torch.tensor([zlib.crc32(name.encode())])
         size = dist.get_world_size(group)
         everybodys = torch.empty(size, dtype=mine.dtype)
@@ -267,6 +311,9 @@ class Ranks:
         if len(set(everybodys.tolist())) > 1:
             names: list[Any] = [name] * size
             dist.all_gather_object(names, name, group=group)
+            failed = [other.removeprefix(FAILED) for other in names if other.startswith(FAILED)]
+            if failed:
+                raise RankError(failed[0])
             told = "; ".join(f"{other!r} on {_named(names, other)}" for other in _distinct(names))
             raise TraceError(
                 f"the ranks took different ways through the model, and nothing more is updated. Collective number {self._begun} is {told}. "

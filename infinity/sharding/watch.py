@@ -29,6 +29,7 @@ class SharedStore(Protocol):
 
     def set(self, key: str, value: str) -> None: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def add(self, key: str, amount: int) -> int: ...
 
 
 @dataclass(slots=True)
@@ -60,6 +61,13 @@ class Watch:
     def tell(self, begun: int, activity: str) -> None:
         """What this rank is at, after so many collectives were begun. Others read it when they miss this rank."""
         self._begun, self._activity = begun, activity
+
+    def come_to(self, begun: int) -> None:
+        """This rank is at its collective of this number, and waits there for all others."""
+        self._store.add(_place(begun), 1)
+
+    def have_all_come_to(self, begun: int) -> bool:
+        return self._store.add(_place(begun), 0) > len(self._others)
 
     def laggard(self) -> tuple[int, str] | None:
         """Of the other ranks, the one that had begun the fewest collectives when last heard of, if fewer than this one; and what it was at."""
@@ -124,6 +132,10 @@ class Watch:
 
 def _key(rank: int) -> str:
     return f"beat/{rank}"
+
+
+def _place(begun: int) -> str:
+    return f"place/{begun}"
 
 
 def _read(beat: bytes) -> tuple[int, str]:

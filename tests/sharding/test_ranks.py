@@ -29,9 +29,13 @@ def test_alone_nothing_moves():
     assert ranks.gather(full, "u") is COMPLETED
     assert ranks.reduce(full, frozenset({1, 3}), 5, "u", lambda own, present: reduced.append((own.tolist(), present))) is COMPLETED
     assert reduced == [(list(range(6)), {1, 3})]
+    assert ranks.broadcast(full, "u") is COMPLETED
     assert ranks.total(2.5, "norm") == 2.5 and ranks.everybodys("a", "x") == ["a"]
     ranks.check_same("a", "x", "")
     ranks.close()
+
+
+DTYPES = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.bool)
 
 
 def everything(rank, world_size):
@@ -47,9 +51,12 @@ def everything(rank, world_size):
     reduced = {}
     for dtype, grad in grads.items():
         works.append(ranks.reduce(grad, frozenset({rank, 7}), 9, "u", lambda own, present, dtype=dtype: reduced.update({str(dtype): (own, present)})))
+    told = {dtype: (torch.arange(7) % 2).to(dtype) if rank == 0 else torch.ones(7, dtype=dtype) for dtype in DTYPES}
+    works += [ranks.broadcast(tensor, str(dtype)) for dtype, tensor in told.items()]
     for work in works:
         work.wait(30)
     found = {
+        "told": {str(dtype): tensor.float().tolist() for dtype, tensor in told.items()},
         "gathered": torch.equal(full, values),
         "reduced": {dtype: own.tolist() for dtype, (own, _) in reduced.items()},
         "present": [present for _, present in reduced.values()],
@@ -70,6 +77,7 @@ def test_collectives_of_real_processes(world_size):
         wanted = [factor * (5 * rank + n) for n in range(5)]
         for dtype, reduced in values["reduced"].items():
             assert reduced == pytest.approx(wanted, rel=1e-6 if "32" in dtype else 2e-2), dtype
+        assert values["told"] == {str(dtype): [0, 1, 0, 1, 0, 1, 0] for dtype in DTYPES}
         assert values["present"] == 3 * [{*range(world_size), 7}]
         assert values["everybody"] == [f"rank {other}" for other in range(world_size)]
     assert len({values["total"] for values in found}) == 1 and found[0]["total"] == pytest.approx(0.1 * sum(range(1, world_size + 1)))
@@ -130,6 +138,48 @@ def test_what_one_rank_cannot_do_is_an_error_on_all():
         told = [running.outcome(rank).error for rank in range(3)]
     assert told[1] == "ConfigError: nvme.paths: /mnt/x is missing"
     assert told[0] == told[2] == "RankError: opening the paths failed on rank 1, of 1 that failed: ConfigError: nvme.paths: /mnt/x is missing"
+
+
+def break_off(rank, world_size):
+    ranks = ranks_of()
+    with ranks.as_one("the beginning"):
+        ranks.broadcast(torch.zeros(3), "piece 0").wait()
+    with ranks.as_one("the first values"):
+        for piece in range(1, 5):
+            if (rank, piece) == (1, 3):
+                raise OSError("the disk is full")
+            ranks.broadcast(torch.zeros(3), f"piece {piece}").wait()
+
+
+def test_what_fails_on_one_rank_between_collectives_is_an_error_on_all_at_once():
+    with job(break_off, 3) as running:
+        told = [running.outcome(rank).error for rank in range(3)]
+    assert told[1] == "OSError: the disk is full"
+    assert told[0] == told[2] == "RankError: the first values failed on rank 1: OSError: the disk is full"
+
+
+def prepare_at_leisure(rank, world_size):
+    ranks = ranks_of(timeout_s=TIMEOUT_S / 6)
+    with ranks.all_or_none("preparing"):
+        time.sleep(TIMEOUT_S if rank == 0 else 0)  # three times as long as a collective is waited for
+    ranks.close()
+
+
+def test_what_all_or_none_does_may_take_one_rank_as_long_as_it_needs():
+    run_ranks(prepare_at_leisure, 2)
+
+
+def leave_alone(rank, world_size):
+    ranks = ranks_of(timeout_s=TIMEOUT_S / 3)
+    if rank == 0:
+        return ranks.close()
+    with ranks.all_or_none("preparing"):
+        pass
+
+
+def test_a_rank_that_ends_is_not_waited_for_where_others_are_at_leisure():
+    with job(leave_alone, 2) as running:
+        assert running.outcome(1).error.startswith("RankError: rank 0 has ended, after 0 collectives, and this one waits for it in number 1")
 
 
 def test_a_difference_is_an_error_on_all_ranks_that_names_who_has_what():
