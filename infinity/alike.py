@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.kinds import Tier
@@ -14,10 +16,11 @@ from infinity.sharding.layout import UnitLayout
 from infinity.sharding.ranks import Ranks
 
 
-def check_alike(ranks: Ranks, config: Config, layouts: Sequence[UnitLayout], plan: Plan) -> None:
-    """Raise ConfigError on all ranks, naming the first key of the configuration, or parameter, or figure of the plan that differs between them."""
+def check_alike(ranks: Ranks, config: Config, model: nn.Module, layouts: Sequence[UnitLayout], plan: Plan) -> None:
+    """Raise ConfigError on all ranks, naming the first that differs: key of the configuration, parameter, buffer, figure of the plan."""
     _check(ranks, dict(_keys(config.model_dump(mode="json"))), "the configuration", "Give every rank the same one")
     _check(ranks, dict(_params(layouts)), "the model", "Build the same one on every rank")
+    _check(ranks, dict(_tensors(model)), "the model", "Build the same one on every rank")
     ranks.check_same(
         (plan.prefetch_units, plan.working_bytes(Tier.CPU, LIVE), plan.chunk_numel),
         "how far to run ahead, in units, bytes and elements of a chunk,",
@@ -50,3 +53,9 @@ def _params(layouts: Sequence[UnitLayout]) -> Iterator[tuple[str, str]]:
         for flat in layout.flats:
             for slot in flat.slots:
                 yield slot.name, f"{flat.dtype} {list(slot.shape)}, {'trained' if flat.trainable else 'frozen'}, in unit {layout.name!r}"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(parameter or buffer, what it is in the model): values pass between ranks as they are."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield name, f"{tensor.dtype} {list(tensor.shape)}"

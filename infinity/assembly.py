@@ -28,11 +28,12 @@ from infinity.planner.plan import Plan
 from infinity.planner.working import ACTIVATIONS, LIVE, ON_THEIR_WAY, upload_buffers
 from infinity.preparation import Model, ParamGroups, Prepared, adam_threads, addresses_of, aio_options, defaults, prepare
 from infinity.run_state import check_fits
-from infinity.runtime.adopt import Adoption, OnRead, checksum
+from infinity.runtime.adopt import Adoption
 from infinity.runtime.arguments import move_arguments
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.descent import Descent
 from infinity.runtime.hooks import Hooks
+from infinity.runtime.origin import OnRead, Origin
 from infinity.runtime.scheduler import Movers, Scheduler
 from infinity.runtime.states import States, held_runs, named_states
 from infinity.runtime.units import Unit
@@ -106,21 +107,25 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
         timeline = Timeline()
         ranks = join_ranks(config.device, timeout_s=config.zero.timeout_s, timeline=timeline, shard_group=_shard_group(config))
         closers.callback(ranks.close)
+        generator = torch.get_rng_state()
         with ranks.all_or_none("preparing the run"):
             prepared = prepare(model, config, param_groups, pool, ranks, goes_on=checkpoint_directory is None)
-        check_alike(ranks, config, [unit.layout for unit in prepared.units], prepared.plan)
+        check_alike(ranks, config, prepared.model, [unit.layout for unit in prepared.units], prepared.plan)
+        origin = Origin(ranks, _on_read(prepared))
+        origin.lead_generator(generator)
+        identity = _identity(prepared, origin)
         if checkpoint_directory is not None:
             _make_way(prepared, checkpoint_directory)
         with ranks.all_or_none("opening the run's files"):
             _limit_device(prepared, closers)
-            kept = _open_run(prepared, timeline, closers)
+            kept = _open_run(prepared, identity, timeline, closers)
         ranks.check_same(
             None if kept.resumed is None else kept.resumed.step,
             "the step that was published last",
             "The job ended while it was published: remove the run with `infinity clean`, or choose another store.run",
         )
-        with ranks.all_or_none("writing the first values"):
-            _fill(prepared, kept)
+        with ranks.as_one("writing the first values"):
+            _fill(prepared, kept, origin)
         update = _make_update(prepared, kept, closers)
         scheduler = _make_scheduler(prepared, kept, update, closers)
         hooks = _attach(prepared, update, scheduler, closers)
@@ -179,7 +184,7 @@ def _limit_device(prepared: Prepared, closers: ExitStack) -> None:
         closers.callback(limit.close)
 
 
-def _open_run(prepared: Prepared, timeline: Timeline, closers: ExitStack) -> Kept:
+def _open_run(prepared: Prepared, identity: dict[str, str], timeline: Timeline, closers: ExitStack) -> Kept:
     """Open or make the run's files, and take the memory for what rests there."""
     config, plan, rank = prepared.config, prepared.plan, prepared.ranks.rank
     pools = _make_pools(plan, threads=min(8, prepared.hardware.cores))
@@ -195,7 +200,7 @@ def _open_run(prepared: Prepared, timeline: Timeline, closers: ExitStack) -> Kep
         timeline=timeline,
         aio=aio_options(config),
         rank=rank,
-        identity=_identity(prepared),
+        identity=identity,
     )
     closers.callback(store.close)
     resumed = _open_store(store, plan, prepared.units, config)
@@ -204,8 +209,8 @@ def _open_run(prepared: Prepared, timeline: Timeline, closers: ExitStack) -> Kep
     return Kept(timeline=timeline, pools=pools, copies=copies, store=store, states=states, resumed=resumed)
 
 
-def _fill(prepared: Prepared, kept: Kept) -> None:
-    """Unless the run goes on, the model's values become the store's; the model keeps none of them."""
+def _fill(prepared: Prepared, kept: Kept, origin: Origin) -> None:
+    """Unless the run goes on, the values of rank 0's model become the store's; the model keeps none of them."""
     if kept.resumed is None:
         adoption = Adoption(
             prepared.units,
@@ -213,7 +218,7 @@ def _fill(prepared: Prepared, kept: Kept) -> None:
             kept.pools.plain,
             chunk_numel=prepared.plan.chunk_numel,
             room_bytes=prepared.plan.working_bytes(Tier.CPU),
-            on_read=_on_read(prepared),
+            read=origin.pieces,
             share=prepared.share,
         )
         with adoption:
@@ -222,6 +227,7 @@ def _fill(prepared: Prepared, kept: Kept) -> None:
                 _let_go(unit, prepared.device)
     for unit in prepared.units:
         _let_go(unit, prepared.device)
+    origin.give_buffers(prepared.model)
     if prepared.spool is not None:
         prepared.spool.flush()
     _move_buffers(prepared.model, prepared.device)
@@ -345,7 +351,7 @@ def _on_read(prepared: Prepared) -> OnRead:
 def _let_go(unit: Unit, device: torch.device) -> None:
     """The values rest in the store from here on."""
     for param in unit.params:
-        param.data = torch.empty(1, dtype=param.dtype, device=device).expand(param.shape)
+        param.data = torch.empty((), dtype=param.dtype, device=device).expand(param.shape)
 
 
 def _make_pools(plan: Plan, threads: int) -> Pools:
@@ -356,14 +362,14 @@ def _make_pools(plan: Plan, threads: int) -> Pools:
     return Pools(pinned=pool, plain=pool)
 
 
-def _identity(prepared: Prepared) -> dict[str, str]:
+def _identity(prepared: Prepared, origin: Origin) -> dict[str, str]:
     """What must be equal to go on with a run, beside the layout."""
     config, world_size = prepared.config, prepared.ranks.world_size
     identity = {"optimizer": "adamw", "precision": config.precision.dtype}
     if world_size > 1:
         identity["ranks"] = f"{world_size}, zero.stage {config.zero.stage}, zero.shard_group {prepared.ranks.shard_size}"
     if config.nvme.paths and config.store.resume != "never":
-        identity["initial weights"] = checksum(prepared.units, _on_read(prepared))
+        identity["initial weights"] = origin.checksum(prepared.units)
     return identity
 
 

@@ -27,6 +27,7 @@ from infinity.planner.hardware import Hardware, choose_device, survey
 from infinity.planner.place import Wish
 from infinity.planner.plan import Plan, Rates, make_plan
 from infinity.runtime.builder import build_in
+from infinity.runtime.hollow import build_hollow
 from infinity.runtime.hooks import check_params
 from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
 from infinity.runtime.units import Cast, Unit, find_units, make_units
@@ -75,7 +76,7 @@ def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool
     paths = check_paths(config)
     before = held_now(device)
     hardware = survey(device, pool)
-    module, spool = build_model(model, config, paths)
+    module, spool = build_model(model, config, paths, rank=ranks.rank)
     units = units_of(module, config, make_cast(config, module), share.world_size)
     groups = checked_groups(group_params(module, param_groups), addresses_of(units), **defaults(config))
     check_params(units)
@@ -144,17 +145,37 @@ def check_paths(config: Config) -> list[NvmePath]:
     return paths
 
 
-def build_model(model: Model, config: Config, paths: Sequence[NvmePath]) -> tuple[nn.Module, Spool | None]:
-    """A module as it is; a builder's module with its large storages in unlinked files on the first path."""
+def build_model(model: Model, config: Config, paths: Sequence[NvmePath], *, rank: int = 0) -> tuple[nn.Module, Spool | None]:
+    """A module as it is; a builder's module with its large storages in unlinked files on the first path.
+
+    Values are rank 0's: on others a builder's module has shapes alone, where the builder can do without values.
+    """
     if isinstance(model, nn.Module):
         check_values(model)
         return model, None
     if not callable(model):
         raise ConfigError(f"the model is a {type(model).__name__}: give a torch.nn.Module, or a function that builds one")
+    if rank > 0 and (hollow := _try_hollow(model)) is not None:
+        return hollow, None
     window_bytes = WINDOW_BYTES if config.budgets.cpu == "auto" else min(WINDOW_BYTES, max(SMALLEST_WINDOW_BYTES, int(config.budgets.cpu) // 4))
     with tempfile.TemporaryDirectory(prefix=".infinity-build-", dir=paths[0].path if paths else None) as folder:
         spool = Spool(folder, window_bytes)
         return build_in(spool, model), spool
+
+
+def _try_hollow(builder: Callable[[], nn.Module]) -> nn.Module | None:
+    """The module without values; None, with a warning, for a builder that needs them."""
+    generator = torch.get_rng_state()
+    try:
+        return build_hollow(builder)
+    except Exception as error:
+        torch.set_rng_state(generator)
+        logger.warning(
+            "without values, on the meta device, the model builder ended with %s: %s. This rank builds the model with values, in files as rank 0 does",
+            type(error).__name__,
+            error,
+        )
+        return None
 
 
 def check_values(model: nn.Module) -> None:

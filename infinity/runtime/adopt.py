@@ -1,31 +1,39 @@
-"""The first values of a run: chunk after chunk is filled from the model's parameters, a few on their way to the disk at a time."""
+"""The first values of a run: chunk after chunk is filled from parameters, a few on their way to the disk at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from infinity import native
 from infinity.kinds import Group
 from infinity.optim.ring import Ring
 from infinity.runtime.units import Unit
 from infinity.sharding.layout import FlatLayout, Interval
 from infinity.sharding.share import ALONE, Share
-from infinity.sizes import MiB
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.slabs import SlabPool, slab_bytes
 from infinity.storage.store import Store
 
-_PIECE_BYTES = 8 * MiB
-"""Values are read in pieces of this many bytes."""
-
-OnRead = Callable[[Tensor], None]
-"""Told of each piece of a parameter that was read: what lies in a file may leave memory again."""
+Read = Callable[[str, Tensor], Iterator[tuple[int, Tensor]]]
+"""(name, parameter) -> (first element, some elements) of its values, flat and in order, complex ones as real pairs."""
 
 _MOST_BUFFERS = 3
 """One that is filled, two being written."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """What is filled together: the parts of the states that cover one interval of the full flat buffer."""
+
+    keys: Sequence[ChunkKey]
+    interval: Interval
+    loans: list[Tensor | None] = field(default_factory=list)
+    """Buffers on their way to NVMe, while it is being filled."""
+    values: list[Tensor] = field(default_factory=list)
+    """Where values go meanwhile: [len(interval)] each."""
 
 
 class Adoption:
@@ -36,13 +44,13 @@ class Adoption:
     """
 
     def __init__(
-        self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, room_bytes: int, on_read: OnRead, share: Share = ALONE
+        self, units: Sequence[Unit], store: Store, slabs: SlabPool, *, chunk_numel: int, room_bytes: int, read: Read, share: Share = ALONE
     ) -> None:
         self._store = store
         self._share = share
         self._slabs = slabs
         self._chunk_numel = chunk_numel
-        self._on_read = on_read
+        self._read = read
         keys = [key for unit in units for f, flat in enumerate(unit.layout.flats) for keys, _ in self._chunks(unit, f, flat) for key in keys]
         sizes = {group: self._largest([key for key in keys if key.group is group]) for group in (Group.PARAM, Group.OPTIMIZER)}
         count = max(1, min(_MOST_BUFFERS, room_bytes // max(1, sum(map(slab_bytes, sizes.values())))))
@@ -59,26 +67,48 @@ class Adoption:
         """Bytes of the largest chunk on NVMe: it is filled in a buffer."""
         return max((self._store.spec(key).padded_nbytes for key in keys if self._store.resident(key) is None), default=0)
 
-    def take(self, unit: Unit, values: Sequence[Tensor]) -> None:
-        """Fill a unit's chunks from full parameter values, one per parameter, in the unit's order. Raises StorageError."""
-        by_name = {name: _flattened(value) for name, value in zip(unit.names, values, strict=True)}
+    def take(self, unit: Unit, params: Sequence[Tensor]) -> None:
+        """Fill a unit's chunks from full parameters, in the unit's order: each is read once, whole, on every rank. Raises StorageError."""
+        by_name = dict(zip(unit.names, params, strict=True))
         for f, flat in enumerate(unit.layout.flats):
-            sources = [by_name[slot.name] for slot in flat.slots]
-            for keys, interval in self._chunks(unit, f, flat):
-                self._fill(keys, flat, interval, sources)
+            chunks = [_Chunk(keys, interval) for keys, interval in self._chunks(unit, f, flat)]
+            for slot in flat.slots:
+                for start, piece in self._read(slot.name, by_name[slot.name]):
+                    first = slot.start + start
+                    chunks = self._fill(chunks, flat, Interval(first, first + piece.numel()), piece)
+            self._fill(chunks, flat, Interval(flat.numel, flat.numel), torch.empty(0))
 
-    def _fill(self, keys: Sequence[ChunkKey], flat: FlatLayout, interval: Interval, sources: Sequence[Tensor]) -> None:
-        loans = [self._rings[key.group].take() if self._store.resident(key) is None else None for key in keys]
-        targets = [self._target(key, loan) for key, loan in zip(keys, loans, strict=True)]
-        values = [target[: len(interval) * dtype.itemsize].view(dtype) for target, dtype in zip(targets, (flat.dtype, torch.float32), strict=False)]
-        for target in targets:
-            target.zero_()  # padding, and the moments
-        for index, run in flat.pieces(interval):
-            start = interval.start + run.start - flat.slots[index].start
-            self._copy(sources[index][start : start + len(run)], [value[run.start : run.stop] for value in values])
-        for key, loan, target in zip(keys, loans, targets, strict=True):
+    def _fill(self, chunks: Sequence[_Chunk], flat: FlatLayout, run: Interval, piece: Tensor) -> list[_Chunk]:
+        """`piece` covers `run` of the full flat buffer, nothing else that is before its end is still to come. Returns the chunks not full yet."""
+        rest = []
+        for chunk in chunks:
+            if chunk.interval.start >= run.stop:
+                rest.append(chunk)
+                continue
+            if not chunk.values:
+                self._begin(chunk, flat)
+            common = chunk.interval.overlap(run)
+            if len(common):
+                inside, source = common.shifted(-chunk.interval.start), common.shifted(-run.start)
+                for value in chunk.values:
+                    value[inside.start : inside.stop].copy_(piece[source.start : source.stop])
+            if chunk.interval.stop <= run.stop:
+                self._finish(chunk)
+            else:
+                rest.append(chunk)
+        return rest
+
+    def _begin(self, chunk: _Chunk, flat: FlatLayout) -> None:
+        chunk.loans = [self._rings[key.group].take() if self._store.resident(key) is None else None for key in chunk.keys]
+        for key, loan in zip(chunk.keys, chunk.loans, strict=True):
+            target = self._target(key, loan).zero_()  # padding, and the moments
+            dtype = torch.float32 if key.group is Group.OPTIMIZER else flat.dtype
+            chunk.values.append(target[: len(chunk.interval) * dtype.itemsize].view(dtype))
+
+    def _finish(self, chunk: _Chunk) -> None:
+        for key, loan in zip(chunk.keys, chunk.loans, strict=True):
             if loan is not None:
-                self._rings[key.group].give_back(loan, self._store.write_back(key, target))
+                self._rings[key.group].give_back(loan, self._store.write_back(key, self._target(key, loan)))
 
     def _target(self, key: ChunkKey, loan: Tensor | None) -> Tensor:
         """uint8: the chunk's bytes, at rest or in a buffer on their way there."""
@@ -87,13 +117,6 @@ class Adoption:
         resident = self._store.resident(key)
         assert resident is not None
         return resident
-
-    def _copy(self, source: Tensor, places: Sequence[Tensor]) -> None:
-        """Read once, cast to each place."""
-        for start, piece in _pieces(source):
-            for place in places:
-                place[start : start + piece.numel()].copy_(piece)
-            self._on_read(piece)
 
     def __enter__(self) -> Adoption:
         return self
@@ -110,27 +133,3 @@ class Adoption:
             for ring in self._rings.values():
                 ring.close()
             self._slabs.trim()
-
-
-def checksum(units: Sequence[Unit], on_read: OnRead) -> str:
-    """CRC-32C of all parameters as they are, in hexadecimal."""
-    crc = 0
-    for unit in units:
-        for param in unit.params:
-            for _, piece in _pieces(_flattened(param)):
-                crc = native.crc32c(piece.cpu().view(torch.uint8), crc)
-                on_read(piece)
-    return f"{crc:08x}"
-
-
-def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first element, some elements) of a flat tensor, in order."""
-    step = max(1, _PIECE_BYTES // values.element_size())
-    for start in range(0, values.numel(), step):
-        yield start, values[start : start + step]
-
-
-def _flattened(values: Tensor) -> Tensor:
-    """[numel], a view where that is possible; a complex tensor as its real pairs."""
-    values = values.detach()
-    return (torch.view_as_real(values.resolve_conj().resolve_neg()) if values.is_complex() else values).reshape(-1)

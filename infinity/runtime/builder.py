@@ -39,10 +39,8 @@ def build_in(spool: Spool, builder: Callable[[], nn.Module], *, spill_bytes: int
     """
     mode = _Spooling(spool, spill_bytes)
     with mode:
-        module = builder()
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"the model builder returned {type(module).__name__}, not a torch.nn.Module: return the finished model")
-    _check_home(module)
+        module = checked_module(builder())
+    check_home(module)
     _check_filled(module, mode.fills)
     spool.flush()
     return module
@@ -53,7 +51,15 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _check_home(module: nn.Module) -> None:
+def checked_module(module: object) -> nn.Module:
+    """What a builder returned. Raises ConfigError when it is no module."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"the model builder returned {type(module).__name__}, not a torch.nn.Module: return the finished model")
+    return module
+
+
+def check_home(module: nn.Module) -> None:
+    """Raise ConfigError for parameters and buffers without a shape, or not on the CPU, by name."""
     lazy = [name for name, tensor in _named_tensors(module) if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise ConfigError(f"lazy parameters have no shape yet: {', '.join(lazy)}. Run one forward inside the builder, or give fixed shapes")
@@ -66,7 +72,7 @@ def _check_home(module: nn.Module) -> None:
 
 
 def _check_filled(module: nn.Module, fills: FillMap) -> None:
-    unfilled = [name for name, tensor in _named_tensors(module) if _is_plain(tensor) and not fills.is_filled(tensor)]
+    unfilled = [name for name, tensor in _named_tensors(module) if is_plain(tensor) and not fills.is_filled(tensor)]
     if unfilled:
         raise ConfigError(
             f"the model builder left tensors without values: {', '.join(unfilled)}. Initialise them inside the builder "
@@ -74,8 +80,8 @@ def _check_filled(module: nn.Module, fills: FillMap) -> None:
         )
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Has a CPU storage of its own: not sparse, not a subclass made of other tensors."""
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has a CPU storage of its own: not sparse, not a subclass made of other tensors."""
     wrapped = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized and not wrapped
 
@@ -171,7 +177,7 @@ class _Spooling(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _call(self, func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         for leaf in tree_flatten((args, kwargs))[0]:
-            if isinstance(leaf, torch.Tensor) and _is_plain(leaf) and self._spool.holds(leaf):
+            if isinstance(leaf, torch.Tensor) and is_plain(leaf) and self._spool.holds(leaf):
                 self._spool.touched(leaf)
         return out
 
@@ -180,7 +186,7 @@ class _Spooling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.nbytes <= self._piece_bytes or not self._spool.holds(target) or not target.is_contiguous():
             return False
         source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else target
-        return _is_plain(source) and source.shape == target.shape and source.is_contiguous()
+        return is_plain(source) and source.shape == target.shape and source.is_contiguous()
 
     def _run_in_pieces(self, func: Op, target: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         flat = target.view(-1)
@@ -198,7 +204,7 @@ class _Spooling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages = {tensor.untyped_storage()._cdata for tensor in known}
 
         def adopt(tensor: torch.Tensor) -> torch.Tensor:
-            if not _is_plain(tensor) or tensor.untyped_storage()._cdata in storages or func is aten.lift_fresh.default:
+            if not is_plain(tensor) or tensor.untyped_storage()._cdata in storages or func is aten.lift_fresh.default:
                 return tensor
             if self._spill_bytes <= tensor.nbytes == tensor.untyped_storage().nbytes() and not self._spool.holds(tensor):
                 tensor = self._spool.empty(tuple(tensor.shape), tensor.stride(), tensor.dtype).copy_(tensor)
@@ -219,7 +225,7 @@ def _split(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[lis
     read: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor) and _is_plain(leaf)]
+        tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
         (written if argument.alias_info is not None and argument.alias_info.is_write else read).extend(tensors)
     return written, read
 
@@ -240,7 +246,7 @@ def _shape_of_result(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     device = kwargs.get("device")
     sources = [a for a in args if isinstance(a, torch.Tensor)]
     home = torch.device(device) if device is not None else sources[0].device if sources else torch.device("cpu")
-    if home.type != "cpu" or kwargs.get("pin_memory") or kwargs.get("layout") not in (None, torch.strided) or not all(map(_is_plain, sources)):
+    if home.type != "cpu" or kwargs.get("pin_memory") or kwargs.get("layout") not in (None, torch.strided) or not all(map(is_plain, sources)):
         return None
     metas = tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args)
     result = func(*metas, **{**kwargs, **_if_taken(func, device="meta", generator=None, pin_memory=None)})

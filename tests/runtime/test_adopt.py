@@ -12,10 +12,12 @@ from infinity import native
 from infinity.errors import StorageError
 from infinity.kinds import OPTIMIZER_STATES, Group, State, Tier
 from infinity.planner.place import pieces, specs_of
-from infinity.runtime import adopt
-from infinity.runtime.adopt import Adoption, checksum
+from infinity.runtime import origin
+from infinity.runtime.adopt import Adoption
+from infinity.runtime.origin import Origin, checksum
 from infinity.runtime.states import States
 from infinity.runtime.units import find_units, make_units
+from infinity.sharding.ranks import Ranks
 from infinity.sizes import MiB
 from infinity.storage.copies import Copies
 from infinity.storage.nvme import NvmePath
@@ -76,7 +78,8 @@ class Rig:
         self.units = units
 
     def adopt(self, on_read=lambda piece: None, room_bytes=1 << 20) -> None:
-        with Adoption(self.units, self.store, self.pool, chunk_numel=CHUNK, room_bytes=room_bytes, on_read=on_read) as adoption:
+        read = Origin(Ranks(timeout_s=1.0, timeline=Timeline()), on_read).pieces
+        with Adoption(self.units, self.store, self.pool, chunk_numel=CHUNK, room_bytes=room_bytes, read=read) as adoption:
             for unit in self.units:
                 adoption.take(unit, [param.detach() for param in unit.params])
 
@@ -140,7 +143,7 @@ def test_no_more_than_three_chunks_of_each_kind_are_held(rig):
 
 
 def test_every_value_is_read_once(rig, model, monkeypatch):
-    monkeypatch.setattr(adopt, "_PIECE_BYTES", 512)
+    monkeypatch.setattr(origin, "_PIECE_BYTES", 512)
     seen: Counter[str] = Counter()
 
     def on_read(piece: torch.Tensor) -> None:
@@ -155,7 +158,7 @@ def test_the_checksum_is_that_of_all_bytes_in_order(model, monkeypatch):
     units = units_of(model, torch.bfloat16)
     whole = torch.cat([real(param).contiguous().view(torch.uint8) for unit in units for param in unit.params])
     for piece_bytes in (8, 100, MiB):
-        monkeypatch.setattr(adopt, "_PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(origin, "_PIECE_BYTES", piece_bytes)
         assert checksum(units, lambda piece: None) == f"{native.crc32c(whole):08x}"
 
 
