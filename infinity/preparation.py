@@ -171,7 +171,7 @@ def _try_hollow(builder: Callable[[], nn.Module]) -> nn.Module | None:
     except Exception as error:
         torch.set_rng_state(generator)
         logger.warning(
-            "without values, on the meta device, the model builder ended with %s: %s. This rank builds the model with values, in files as rank 0 does",
+            "without values, on the meta device, the model builder ended with %s: %s. This rank builds the model with values, as rank 0 does",
             type(error).__name__,
             error,
         )
