@@ -102,11 +102,11 @@ class Parts:
 def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, checkpoint_directory: Path | None) -> Parts:
     """Build everything. With a checkpoint, the values in this run's store are replaced by it: they go once it is known to be whole."""
     with ExitStack() as closers:
-        pool = native.ThreadPool(adam_threads(config))
-        closers.callback(pool.close)
         timeline = Timeline()
         ranks = join_ranks(config.device, timeout_s=config.zero.timeout_s, timeline=timeline, shard_group=_shard_group(config))
         closers.callback(ranks.close)
+        pool = native.ThreadPool(adam_threads(config, ranks.here))
+        closers.callback(pool.close)
         generator = torch.get_rng_state()
         with ranks.all_or_none("preparing the run"):
             prepared = prepare(model, config, param_groups, pool, ranks, goes_on=checkpoint_directory is None)

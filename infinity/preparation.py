@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,24 @@ from torch import Tensor, nn
 
 from infinity import native
 from infinity.config import Config
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError
 from infinity.functions import load_function
 from infinity.kinds import Tier
 from infinity.optim.chunks import Address
 from infinity.optim.optimizer import checked_groups
 from infinity.planner.hardware import Hardware, choose_device, survey
-from infinity.planner.place import Wish
-from infinity.planner.plan import Plan, Rates, make_plan
+from infinity.planner.plan import Plan
+from infinity.planning import Site, is_for, plan_units
 from infinity.runtime.builder import build_in
 from infinity.runtime.hollow import build_hollow
 from infinity.runtime.hooks import check_params
 from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
 from infinity.runtime.units import Cast, Unit, find_units, make_units
-from infinity.sharding.groups import planned_ranks, ranks_here
+from infinity.sharding.groups import ALONE_HERE, Here, planned_here, planned_ranks
 from infinity.sharding.ranks import Ranks
-from infinity.sharding.share import ALONE, Share
+from infinity.sharding.share import Share
 from infinity.sharding.stages import STAGES
-from infinity.sizes import format_bytes
 from infinity.storage import probe
-from infinity.storage.rundir import find_manifest, run_directory, run_files
 from infinity.storage.store import AioOptions, NvmePath
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -73,14 +70,15 @@ def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool
     if device.type == "cuda" and ranks.world_size > 1:
         raise ConfigError(f'device is "{device}": {ranks.world_size} ranks compute on CPUs so far. Start one process, or set device = "cpu"')
     share = share_of(config, ranks.rank, ranks.world_size)
-    paths = check_paths(config)
+    paths = check_paths(config, ranks.here)
     before = held_now(device)
     hardware = survey(device, pool)
     module, spool = build_model(model, config, paths, rank=ranks.rank)
     units = units_of(module, config, make_cast(config, module), share.world_size)
     groups = checked_groups(group_params(module, param_groups), addresses_of(units), **defaults(config))
     check_params(units)
-    plan = plan_units(units, config, hardware, paths, before, goes_on=goes_on, rank=ranks.rank, share=share)
+    site = Site(config=config, hardware=hardware, paths=paths, before=before, rank=ranks.rank, share=share, here=ranks.here)
+    plan = plan_units(units, site, goes_on=goes_on)
     return Prepared(
         config=config,
         device=device,
@@ -109,12 +107,13 @@ class Preview:
 def preview(model: Model, config: Config) -> Preview:
     """As `prepare`, without values: of one rank, where there are several."""
     device = choose_device(config.device)
-    paths = check_paths(config)
-    share = share_of(config, 0, planned_ranks())
+    here, share = planned_here(), share_of(config, 0, planned_ranks())
+    paths = check_paths(config, here)
     units = preview_units(model, config, share.world_size)
-    with native.ThreadPool(adam_threads(config)) as pool:
+    with native.ThreadPool(adam_threads(config, here)) as pool:
         hardware = survey(device, pool)
-    plan = plan_units(units, config, hardware, paths, held_now(device), goes_on=True, share=share)
+    site = Site(config=config, hardware=hardware, paths=paths, before=held_now(device), share=share, here=here)
+    plan = plan_units(units, site, goes_on=True)
     return Preview(paths=paths, units=units, plan=plan)
 
 
@@ -135,9 +134,9 @@ def share_of(config: Config, rank: int, world_size: int) -> Share:
     return Share(STAGES[config.zero.stage], rank % size, size, world_size // size, rank // size)
 
 
-def check_paths(config: Config) -> list[NvmePath]:
-    """The configured paths, known to be usable; warnings for what is not a disk."""
-    paths = paths_of(config)
+def check_paths(config: Config, here: Here) -> list[NvmePath]:
+    """The paths that this rank uses, known to be usable; warnings for what is not a disk."""
+    paths = paths_of(config, here)
     for path in paths:
         found = probe.check_path(path.path)
         if found.warning:
@@ -241,143 +240,16 @@ def addresses_of(units: Sequence[Unit]) -> dict[Tensor, Address]:
     return addresses
 
 
-def plan_units(
-    units: Sequence[Unit],
-    config: Config,
-    hardware: Hardware,
-    paths: Sequence[NvmePath],
-    before: dict[Tier, int],
-    *,
-    goes_on: bool,
-    rank: int = 0,
-    share: Share = ALONE,
-) -> Plan:
-    """The plan for these units on this machine; `goes_on`: a published run keeps its chunks. Raises CapacityError or ConfigError."""
-    plan = place_units(units, config, hardware, paths, before, goes_on=goes_on, rank=rank, share=share)
-    if not plan.resting(Tier.NVME):
-        return plan
-    measured = [path.known_rates() for path in paths]
-    rates = replace(plan.rates, nvme_read=sum(rate.read for rate in measured), nvme_write=sum(rate.write for rate in measured))
-    return replace(plan, rates=rates)
-
-
-def place_units(
-    units: Sequence[Unit],
-    config: Config,
-    hardware: Hardware,
-    paths: Sequence[NvmePath],
-    before: dict[Tier, int],
-    *,
-    goes_on: bool,
-    rank: int = 0,
-    share: Share = ALONE,
-) -> Plan:
-    """As `plan_units`, with the rates of the paths unknown: nothing is measured and nothing written."""
-    placement = config.placement
-    for key, reason in idle_keys(config, hardware.device):
-        logger.warning("%s has no effect: %s", key, reason)
-    kept = _published_chunk_numel(config, paths, rank) if goes_on else None
-    wish = Wish(
-        hbm_limit=None if config.budgets.hbm == "auto" else int(config.budgets.hbm),
-        cpu_limit=None if config.budgets.cpu == "auto" else int(config.budgets.cpu),
-        activation_bytes=None if config.budgets.activations == "auto" else int(config.budgets.activations),
-        param=_tier(placement.param),
-        grad=_tier(placement.grad),
-        optimizer=_tier(placement.optimizer),
-        chunk_numel=kept or config.optimizer.chunk_size // 4,
-        is_cut=kept is not None,
-        prefetch_units=None if config.prefetch.units == "auto" else config.prefetch.units,
-        accumulates=config.train.accumulation > 1,
-    )
-    rates = Rates(upload=hardware.upload_rate, adam=hardware.adam_rate)
-    plan = make_plan(
-        [unit.layout for unit in units],
-        wish,
-        hardware.device,
-        hbm_free=hardware.hbm_free,
-        cpu_available=hardware.cpu_available // ranks_here(),
-        rates=rates,
-        around=_around(units),
-        num_paths=len(paths),
-        share=share,
-    )
-    if plan.resting(Tier.NVME):
-        if not paths:
-            needed = plan.resting(Tier.NVME)
-            raise ConfigError(
-                f"nvme.paths is empty, but {needed} bytes of state do not fit in budgets.cpu and budgets.hbm. Name a directory on a disk there"
-            )
-        if kept is None:
-            _check_room(plan, config, paths)
-    return replace(plan, baseline=before)
-
-
-def idle_keys(config: Config, device: torch.device) -> Iterator[tuple[str, str]]:
-    """(key, reason): a key that is ignored is not ignored in silence."""
-    budgets, precision = config.budgets, config.precision
-    if device.type == "cpu" and budgets.hbm not in ("auto", 0):
-        yield f"budgets.hbm = {format_bytes(int(budgets.hbm))}", "the model computes on the cpu"
-    if budgets.activations not in ("auto", 0) and (device.type == "cpu" or budgets.hbm == 0):
-        yield "budgets.activations", "it is a part of budgets.hbm, which is 0"
-    for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
-        if precision.dtype != "fp16" and getattr(precision, name) != type(precision).model_fields[name].default:
-            yield f"precision.{name}", f"only fp16 scales the loss, and precision.dtype is {precision.dtype!r}"
-
-
-def _check_room(plan: Plan, config: Config, paths: Sequence[NvmePath]) -> None:
-    """Raise StorageError (ENOSPC) when the paths together cannot hold a new run; the store looks at each path when it makes the files.
-
-    What the run has left there makes way for it.
-    """
-    needed = ranks_here() * sum(spec.padded_nbytes for spec in plan.specs if spec.tier is Tier.NVME)
-    found = [(path, probe.facts(path.path).free_bytes) for path in paths]
-    free = _room(found) + run_files([path.path for path in paths], config.store.run).nbytes
-    if needed > free:
-        told = "; ".join(f"{path.path} has {free} bytes free" + (f", max_bytes {path.max_bytes}" if path.max_bytes else "") for path, free in found)
-        hint = f"{told}. Add a path, raise max_bytes, or raise budgets.cpu so that less lives on NVMe"
-        raise StorageError(errno.ENOSPC, str(paths[0].path), 0, needed, hint)
-
-
-def _room(found: Sequence[tuple[NvmePath, int]]) -> int:
-    """What paths with so many free bytes hold together: those on one file system share its bytes."""
-    rooms: dict[int, int] = {}
-    limits: dict[int, int] = {}
-    for path, free in found:
-        device = path.path.stat().st_dev
-        rooms[device] = free
-        limits[device] = limits.get(device, 0) + (free if path.max_bytes is None else path.max_bytes)
-    return sum(min(free, limits[device]) for device, free in rooms.items())
-
-
-def _published_chunk_numel(config: Config, paths: Sequence[NvmePath], rank: int) -> int | None:
-    """How the files of the run that these paths hold are cut, whatever the configuration has become since."""
-    if config.store.resume == "never":
-        return None
-    found = find_manifest([run_directory(path.path, config.store.run) for path in paths], rank)
-    kept = found[0].extra.get("chunk_numel") if found else None
-    if kept is not None and kept != config.optimizer.chunk_size // 4:
-        logger.info("run %r goes on with its chunks of %d elements: optimizer.chunk_size is for new runs", config.store.run, kept)
-    return None if kept is None else int(kept)
-
-
-def _around(units: Sequence[Unit]) -> list[int]:
-    """The units that stay live beside others: the root, and those whose module contains another unit's."""
-    modules = {unit.module for unit in units}
-    return [unit.index for unit in units if unit.is_root or len(modules.intersection(unit.module.modules())) > 1]
-
-
-def _tier(place: str) -> Tier | None:
-    return None if place == "auto" else Tier(place)
-
-
-def paths_of(config: Config) -> list[NvmePath]:
-    """The NVMe paths as the store takes them."""
+def paths_of(config: Config, here: Here = ALONE_HERE) -> list[NvmePath]:
+    """The NVMe paths of one of the ranks on a machine, as the store takes them. Raises ConfigError where all are for others."""
     found = []
-    for entry in config.nvme.paths:
+    for entry in (entry for entry in config.nvme.paths if is_for(entry, here.rank)):
         rates = None
         if entry.read_rate is not None and entry.write_rate is not None:
             rates = probe.Rates(read=entry.read_rate, write=entry.write_rate)
         found.append(NvmePath(path=Path(entry.path), weight=entry.weight, max_bytes=entry.max_bytes, rates=rates))
+    if config.nvme.paths and not found:
+        raise ConfigError(f"nvme.paths: all of them are for other ranks of this machine than {here.rank}. Add it to ranks of one, or leave ranks out")
     return found
 
 
@@ -398,9 +270,9 @@ def held_now(device: torch.device) -> dict[Tier, int]:
     return held
 
 
-def adam_threads(config: Config) -> int:
+def adam_threads(config: Config, here: Here) -> int:
     """As configured, or all cores, less two for the threads that launch compute and I/O where there are enough."""
     if config.optimizer.threads != "auto":
         return config.optimizer.threads
     cores = len(os.sched_getaffinity(0))
-    return max(1, (cores if cores <= 4 else cores - 2) // ranks_here())
+    return max(1, (cores if cores <= 4 else cores - 2) // here.size)

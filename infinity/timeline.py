@@ -187,13 +187,18 @@ class Timeline:
         """The spans that end after `since_ns`, to be laid beside those of other processes."""
         return Recording(
             spans=self.spans(since_ns),
-            host=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            host=this_host(),
             wall_ns=time.time_ns() - time.monotonic_ns(),
         )
 
     def save_chrome_trace(self, path: str | Path, since_ns: int = 0) -> None:
         """As `save_chrome_trace` of this process alone."""
         save_chrome_trace(path, [self.recording(since_ns)])
+
+
+def this_host() -> str:
+    """The machine, and since which boot: the processes in which it is the same share a monotonic clock, memory and disks (random(4))."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def save_chrome_trace(path: str | Path, recordings: Sequence[Recording]) -> None:

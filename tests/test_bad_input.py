@@ -80,6 +80,14 @@ def test_paths_that_cannot_hold_files(tmp_path):
     refused(tmp_path, tiny_gpt(), twice, ConfigError, ["named twice"])
 
 
+def test_paths_that_are_all_for_other_ranks(tmp_path):
+    entry = {"path": str(tmp_path), "ranks": [1]}
+    with pytest.raises(ConfigError, match="nvme.paths: all of them are for other ranks of this machine than 0. Add it to ranks of one"):
+        infinity.initialize(tiny_gpt(), settings(tmp_path, nvme={"paths": [entry]}))
+    with pytest.raises(ConfigError, match=r"nvme.paths.0.*ranks"):
+        infinity.initialize(tiny_gpt(), settings(tmp_path, nvme={"paths": [{**entry, "ranks": []}]}))
+
+
 def test_a_read_only_path(tmp_path):
     place = tmp_path / "disk"
     place.mkdir()

@@ -364,7 +364,8 @@ def test_an_error_in_one_ranks_program_ends_the_others_long_before_the_timeout(t
 
 def go_on(rank, world_size, folder, steps):
     """Losses of some steps of the run in `folder`, which is published at the end."""
-    config = settings(folder, "nvme", store={"resume": "auto", "run": "long"})
+    paths = [{"path": str(folder / str(other)), "ranks": [other]} for other in range(world_size)]
+    config = settings(folder, "nvme", store={"resume": "auto", "run": "long"}, nvme={"paths": paths})
     with infinity.initialize(tiny_gpt(), config) as engine:
         begun = engine.global_step
         calls = calls_of(tiny_gpt, rank, world_size)[begun * ACCUMULATION : (begun + steps) * ACCUMULATION]
@@ -374,12 +375,15 @@ def go_on(rank, world_size, folder, steps):
     return losses
 
 
-def test_a_run_that_was_closed_goes_on_to_the_digit(tmp_path):
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
+def test_a_run_that_was_closed_goes_on_to_the_digit_each_rank_on_its_own_path(tmp_path):
+    for name in ("whole/0", "whole/1", "parts/0", "parts/1"):
+        (tmp_path / name).mkdir(parents=True)
     whole = run_ranks(go_on, 2, tmp_path / "whole", 4)
     parts = [run_ranks(go_on, 2, tmp_path / "parts", 2) for _ in range(2)]
     assert whole == [first + second for first, second in zip(*parts, strict=True)]
+    for rank in (0, 1):
+        files = [path.name for path in (tmp_path / "whole" / str(rank)).rglob("*.safetensors")]
+        assert files and all(f"-r{rank}-" in name for name in files)
 
 
 class Routed(nn.Module):

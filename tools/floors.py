@@ -31,6 +31,7 @@ FLOORS: Mapping[str, int] = {
     "infinity.run_state": 6,
     "infinity.alike": 6,
     "infinity.assembly": 6,
+    "infinity.planning": 6,
     "infinity.preparation": 6,
     "infinity.engine": 6,
     "infinity.doctor": 6,

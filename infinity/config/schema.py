@@ -58,6 +58,9 @@ class NvmePath(Section):
     max_bytes: Bytes | None = None
     """The most bytes to keep there. Unset: what is free."""
 
+    ranks: Annotated[tuple[Annotated[Whole, Field(ge=0)], ...], Field(min_length=1)] | None = None
+    """Over several processes, which of a machine (0, 1, ... on each) use this path: those whose GPU is near the drive, for instance. Unset: all."""
+
     read_rate: Annotated[Number, Field(gt=0)] | None = None
     """Bytes per second that the plan counts on, as `infinity tune` writes them. Unset: measured when a run starts, and kept beside it."""
 

@@ -17,7 +17,8 @@ from infinity.errors import InfinityError
 from infinity.kinds import Tier
 from infinity.planner.hardware import Hardware, available_memory
 from infinity.planner.plan import Plan
-from infinity.preparation import held_now, idle_keys, paths_of, place_units, preview_units
+from infinity.planning import Site, idle_keys, place_units
+from infinity.preparation import held_now, paths_of, preview_units
 from infinity.sizes import format_bytes
 
 PLAN = "plan"
@@ -39,11 +40,10 @@ def check_plan(config: Config, load: Load, device: torch.device) -> tuple[Plan |
 
     What does not fit is a failure. A builder that raises is a warning: with values it might work, which is how a run builds it.
     """
-    paths = paths_of(config)
-    before = held_now(device)
+    site = Site(config=config, hardware=_hardware(device), paths=paths_of(config), before=held_now(device))
     try:
         with _quiet():
-            plan = place_units(preview_units(load(), config), config, _hardware(device), paths, before, goes_on=True)
+            plan = place_units(preview_units(load(), config), site, goes_on=True)
     except InfinityError as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return None, failure(PLAN, text, "change the budgets, nvme.paths or placement; `infinity train CONFIG --plan` shows what fits where")

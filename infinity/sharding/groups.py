@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,20 @@ class Groups:
     """The ranks that keep the same shard; None where each shard is kept once."""
 
 
-def ranks_here() -> int:
-    """How many ranks share this machine's memory, cores and disks: what torchrun says, 1 without it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+class Here(NamedTuple):
+    """One of the ranks of a machine, which share its memory, cores and disks."""
+
+    rank: int
+    size: int
+
+
+ALONE_HERE = Here(0, 1)
+"""The only one."""
+
+
+def planned_here() -> Here:
+    """As torchrun says, before ranks have joined."""
+    return Here(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def planned_ranks() -> int:

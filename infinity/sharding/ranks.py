@@ -21,11 +21,11 @@ from torch import Tensor
 
 from infinity.errors import ClosedError, ConfigError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
-from infinity.sharding.groups import COLLECTIVE, Groups, join_groups
+from infinity.sharding.groups import ALONE_HERE, COLLECTIVE, Groups, Here, join_groups
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import FAILED, Watch
 from infinity.storage.work import COMPLETED, Work, join
-from infinity.timeline import Timeline
+from infinity.timeline import Timeline, this_host
 
 logger = logging.getLogger("infinity")
 
@@ -111,6 +111,8 @@ class Ranks:
         self.shard_rank = 0 if groups is None else dist.get_rank(self._shards)
         self.shard_size = 1 if groups is None else dist.get_world_size(self._shards)
         """Over how many ranks a flat buffer is split. The others keep replicas of the same shards."""
+        self.here = ALONE_HERE
+        """Among the ranks of this machine."""
         self.limit_s = 3 * COLLECTIVE * timeout_s if self.world_size > 1 else 0.0
         """Seconds that a collective may take, from asking: it may wait for one before it, and for itself, and then for whom to blame."""
         self._begun = 0
@@ -349,7 +351,10 @@ def join_ranks(device: str, *, timeout_s: float, timeline: Timeline, shard_group
     """The ranks of this job, as `join_groups` finds them; alone where there are none."""
     groups = join_groups(device, timeout_s=timeout_s, shard_group=shard_group)
     store = None if groups is None else dist.distributed_c10d._get_default_store()
-    return Ranks(timeout_s=timeout_s, timeline=timeline, groups=groups, store=store)
+    ranks = Ranks(timeout_s=timeout_s, timeline=timeline, groups=groups, store=store)
+    hosts = ranks.everybodys(this_host(), "the machines")
+    ranks.here = Here(hosts[: ranks.rank].count(this_host()), hosts.count(this_host()))
+    return ranks
 
 
 ALONE = Ranks(timeout_s=0.0, timeline=Timeline())
