@@ -12,9 +12,21 @@ import torch
 import torch.distributed as dist
 
 from infinity.errors import ConfigError
+from infinity.timeline import this_host
 
 COLLECTIVE = 2
 """Timeouts after which a collective gives up: by then the watch has named who is dead, also where others have waited for it before it died."""
+
+
+class Here(NamedTuple):
+    """One of the ranks of a machine, which share its memory, cores and disks."""
+
+    rank: int
+    size: int
+
+
+ALONE_HERE = Here(0, 1)
+"""The only one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,17 +39,8 @@ class Groups:
     """The ranks that split every flat buffer between them, in its order."""
     replicas: Any
     """The ranks that keep the same shard; None where each shard is kept once."""
-
-
-class Here(NamedTuple):
-    """One of the ranks of a machine, which share its memory, cores and disks."""
-
-    rank: int
-    size: int
-
-
-ALONE_HERE = Here(0, 1)
-"""The only one."""
+    here: Here
+    """This rank among those of its machine."""
 
 
 def planned_here() -> Here:
@@ -69,9 +72,16 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
     limit = timedelta(seconds=COLLECTIVE * timeout_s)
     everyone = dist.new_group(backend="gloo", timeout=limit)
     if size == world_size:
-        return Groups(everyone, everyone, None)
+        return Groups(everyone, everyone, None, _here(everyone))
     shards = _mine([range(start, start + size) for start in range(0, world_size, size)], limit)
-    return Groups(everyone, shards, _mine([range(start, world_size, size) for start in range(size)], limit))
+    replicas = _mine([range(start, world_size, size) for start in range(size)], limit)
+    return Groups(everyone, shards, replicas, _here(everyone))
+
+
+def _here(everyone: Any) -> Here:
+    mine, hosts = this_host(), [""] * dist.get_world_size(everyone)
+    dist.all_gather_object(hosts, mine, group=everyone)
+    return Here(hosts[: dist.get_rank(everyone)].count(mine), hosts.count(mine))
 
 
 def _mine(members: Sequence[Sequence[int]], limit: timedelta) -> Any:

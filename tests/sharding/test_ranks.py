@@ -11,7 +11,8 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.kinds import Lane
-from infinity.sharding.ranks import BETWEEN, Ranks, join_ranks
+from infinity.sharding.issuer import BETWEEN
+from infinity.sharding.ranks import Ranks, join_ranks
 from infinity.storage.work import COMPLETED
 from infinity.timeline import Timeline
 from tests.ranks import TIMEOUT_S, job, run_ranks

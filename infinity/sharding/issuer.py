@@ -1,0 +1,218 @@
+"""One thread that issues collectives in the order of asking, compares their names between ranks, and tells who failed when one does."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from infinity.errors import ClosedError, InfinityError, MoverError, RankError, TraceError
+from infinity.kinds import Lane
+from infinity.sharding.groups import COLLECTIVE
+from infinity.sharding.watch import FAILED, SharedStore, Watch
+from infinity.storage.work import Work
+from infinity.timeline import Timeline
+
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""By its name since torch 2.13, or the older one."""
+
+BETWEEN = "between two collectives"
+"""What a rank is at that computes."""
+
+PATIENCE = 1.25
+"""Timeouts after which the watch has missed a rank that is dead: one, and the beats around it."""
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
+"""Between two looks at who has come."""
+
+T = TypeVar("T")
+Operation = Callable[[], object]
+
+
+def longest_wait_s(timeout_s: float) -> float:
+    """From asking for a collective to its end: it may wait for one before it, and for itself, and then for whom to blame."""
+    return 3 * COLLECTIVE * timeout_s
+
+
+class RankWork(Work):
+    """A collective that waits for its turn, or for other ranks."""
+
+    def __init__(self, name: str, limit_s: float | None) -> None:
+        """`limit_s`: after which its end would have been told by the ranks' own timeout; None where a rank may take as long as it needs."""
+        self.name, self._limit_s = name, limit_s
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The first end counts."""
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Other ranks may take their time: no deadline of this machine's movers is shorter than the ranks' timeout."""
+        limit_s = None if self._limit_s is None else max(timeout_s or 0.0, self._limit_s)
+        if not self._over.wait(limit_s):
+            raise MoverError(f"{self.name} was not over after {limit_s:g} s, and nobody said why")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def is_over_within(self, seconds: float) -> bool:
+        """As `is_completed`, after at most so long."""
+        return self._over.wait(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A collective in the queue."""
+
+    work: RankWork
+    operation: Operation
+    nbytes: int
+    after: Sequence[Work]
+    """What has to be over on this rank first."""
+    among: Any
+    """The process group whose ranks do it together."""
+    is_patient: bool
+    """It begins once every rank has come to it, however long that takes."""
+
+
+class Issuer:
+    """The thread, and what has been asked of it. After an error every further call raises the same one."""
+
+    def __init__(self, store: SharedStore, *, rank: int, world_size: int, timeout_s: float, timeline: Timeline) -> None:
+        self._rank, self._timeout_s, self._timeline = rank, timeout_s, timeline
+        self._begun = 0
+        self._error: InfinityError | None = None
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._waiting: dict[RankWork, None] = {}
+        self._lock = threading.Lock()
+        self._watch = Watch(store, rank=rank, world_size=world_size, timeout_s=timeout_s, on_loss=self._lose)
+        self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
+        self._thread.start()
+
+    def ask(self, name: str, nbytes: int, operation: Operation, among: Any, *, after: Sequence[Work], is_patient: bool) -> Work:
+        """Put a collective of the process group `among` into the queue. Raises what a rank was lost with."""
+        work = RankWork(name, None if is_patient else longest_wait_s(self._timeout_s))
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._waiting[work] = None
+        self._asked.put(_Asked(work, operation, nbytes, after, among, is_patient))
+        return work
+
+    def close(self) -> None:
+        """Do what was asked for first, unless a rank is lost."""
+        self._asked.put(None)
+        self._thread.join(0 if self._error is not None else self._timeout_s)
+        self._watch.close()
+        self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            work = asked.work
+            if work.is_completed():  # a rank was lost before its turn
+                continue
+            error = self._do(asked)
+            del asked  # the tensors are whose they were
+            if error is not None:
+                self._lose(error)
+                continue
+            with self._lock:
+                self._waiting.pop(work, None)
+            work.end()
+
+    def _do(self, asked: _Asked) -> InfinityError | None:
+        """One collective. What goes wrong beside it, in what it waits for or leads to, is this rank's own error, and the others' loss."""
+        name, began = asked.work.name, time.monotonic()
+        self._begun += 1
+        self._watch.tell(self._begun, name)
+        try:
+            for motion in asked.after:
+                motion.wait()
+            if asked.is_patient:
+                self._meet()
+            with self._timeline.span(Lane.COMM, name, asked.nbytes):
+                self._agree(name, asked.among)
+                asked.operation()
+        except InfinityError as error:
+            return error
+        except Exception as error:
+            return self._blame(asked.work, error, waited_s=time.monotonic() - began)
+        self._watch.tell(self._begun, BETWEEN)
+        return None
+
+    def _meet(self) -> None:
+        """Wait until every rank has come to this collective, or one is lost."""
+        self._watch.come_to(self._begun)
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._watch.have_all_come_to(self._begun):
+            if self._error is not None:
+                raise self._error
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _agree(self, name: str, group: Any) -> None:
+        """Raise TraceError, on all ranks, where they have come to different collectives: of gathers of equal size nobody else would notice.
+
+        RankError where one has come to its failure instead.
+        """
+        mine = torch.tensor([zlib.crc32(name.encode())])
+        size = dist.get_world_size(group)
+        everybodys = torch.empty(size, dtype=mine.dtype)
+        all_gather(everybodys, mine, group=group)
+        if len(set(everybodys.tolist())) > 1:
+            names: list[Any] = [name] * size
+            dist.all_gather_object(names, name, group=group)
+            failed = [other.removeprefix(FAILED) for other in names if other.startswith(FAILED)]
+            if failed:
+                raise RankError(failed[0])
+            ranks = dist.get_process_group_ranks(group)
+            told = "; ".join(f"{other!r} on {named_ranks(names, other, ranks)}" for other in distinct(names))
+            raise TraceError(
+                f"the ranks took different ways through the model, and nothing more is updated. Collective number {self._begun} is {told}. "
+                "Let every rank call the same modules in the same order. Modules that only some batches use, such as experts, belong into one unit: "
+                "name the class around them in units.classes"
+            )
+
+    def _blame(self, work: RankWork, cause: Exception, waited_s: float) -> InfinityError:
+        """A collective failed here. A rank that is dead is soon missed by the watch; one that lives and is behind is known by its count."""
+        if work.is_over_within(max(0.0, self._timeout_s * PATIENCE - waited_s)):
+            assert self._error is not None
+            return self._error
+        behind = self._watch.laggard()
+        told = "all other ranks have come as far" if behind is None else f"rank {behind[0]} is behind, at: {behind[1]}"
+        error = RankError(f"{work.name}, collective number {self._begun}, failed on rank {self._rank}; {told}. {cause}")
+        error.__cause__ = cause
+        return error
+
+    def _lose(self, error: InfinityError) -> None:
+        """Whoever waits raises it, now and from now on."""
+        self._watch.tell(self._begun, f"{FAILED}{error}")
+        with self._lock:
+            self._error = self._error or error
+            works = list(self._waiting)
+            self._waiting.clear()
+        for work in works:
+            work.end(self._error)
+
+
+def distinct(values: Sequence[T]) -> list[T]:
+    """Each once, in order."""
+    return [value for index, value in enumerate(values) if value not in values[:index]]
+
+
+def named_ranks(values: Sequence[object], value: object, ranks: Sequence[int] | None = None) -> str:
+    """Which of the ranks have this value; `values` are those of `ranks`, or of all."""
+    those = [str(rank) for rank, other in zip(ranks or range(len(values)), values, strict=True) if other == value]
+    return f"rank{'s' if len(those) > 1 else ''} {', '.join(those[:8])}{', ...' if len(those) > 8 else ''}"
