@@ -287,9 +287,9 @@ class Stops(nn.Module):
         return self.second(hidden).square().mean()
 
 
-def train_until_lost(rank, world_size, lost, place, folder):
+def train_until_lost(rank, world_size, lost, place, folder, stage):
     model = Stops(place, folder, rank == lost)
-    config = settings(folder, "nvme", zero={"timeout_s": TIMEOUT_S}, units={"threshold": 1000}, optimizer={"chunk_size": "8KiB"})
+    config = settings(folder, "nvme", zero={"timeout_s": TIMEOUT_S, "stage": stage}, units={"threshold": 1000}, optimizer={"chunk_size": "8KiB"})
     with infinity.initialize(model, config) as engine:
         for step in range(1000):
             model.steps = step
@@ -301,19 +301,24 @@ def train_until_lost(rank, world_size, lost, place, folder):
 
 
 @pytest.mark.parametrize(
-    ("place", "world_size"), [("backward", 2), *(pytest.param(place, n, marks=SLOW) for place in ("forward", "step") for n in (2, 4))]
+    ("place", "world_size", "stage"),
+    [
+        ("backward", 2, 3),
+        *(pytest.param(place, n, 3, marks=SLOW) for place in ("forward", "step") for n in (2, 4)),
+        *(pytest.param("step", 2, stage, marks=SLOW) for stage in (0, 1, 2)),
+    ],
 )
-def test_when_a_rank_is_killed_the_others_name_it(tmp_path, world_size, place):
-    check_loss(tmp_path, world_size, place, signal.SIGKILL)
+def test_when_a_rank_is_killed_the_others_name_it(tmp_path, world_size, place, stage):
+    check_loss(tmp_path, world_size, place, signal.SIGKILL, stage)
 
 
 def test_when_a_rank_is_stopped_the_others_name_it(tmp_path):
-    check_loss(tmp_path, 3, "backward", signal.SIGSTOP)
+    check_loss(tmp_path, 3, "backward", signal.SIGSTOP, stage=3)
 
 
-def check_loss(folder, world_size, place, how):
+def check_loss(folder, world_size, place, how, stage):
     lost = world_size - 1
-    with job(train_until_lost, world_size, lost, place, folder, timeout_s=2 * TIMEOUT_S) as running:
+    with job(train_until_lost, world_size, lost, place, folder, stage, timeout_s=2 * TIMEOUT_S) as running:
         deadline = time.monotonic() + 60
         while not (folder / f"{running.processes[lost].pid}.there").exists():
             assert time.monotonic() < deadline
