@@ -24,7 +24,7 @@ def main() -> None:
             "train": {"model": "gpt:build_toy", "data": "gpt:data", "batch_size": 4, "sequence_length": 64},
         }
     )
-    torch.manual_seed(config.train.seed)  # every rank builds the same model, and lets go of what is not its own
+    torch.manual_seed(config.train.seed)  # of the model, whose values rank 0 builds for all
     with infinity.initialize(gpt.build_toy, config) as engine:
         data = gpt.data(config, engine.rank, engine.world_size)
         engine.register(data=data)

@@ -39,8 +39,8 @@ def initialize(
 ) -> Engine:
     """Attach an engine to a model: its parameters move into the tiers, and the module goes on working as before.
 
-    `model` is an nn.Module, or a function that builds one too big to build whole. `config` is a path of a TOML or JSON
-    file, a mapping, or a Config. `param_groups` is what torch.optim.AdamW takes, or a function of `named_parameters()`.
+    `model` is an nn.Module, or a function that builds one too big to build whole; over ranks its values are rank 0's. `config` is a path
+    of a TOML or JSON file, a mapping, or a Config. `param_groups` is what torch.optim.AdamW takes, or a function of `named_parameters()`.
     With `checkpoint` the run starts from that directory (see `Engine.load`), whatever its store holds.
 
     Raises ConfigError for what cannot work and CapacityError for what does not fit, before anything is written;

@@ -26,7 +26,7 @@ from infinity.planner.hardware import Hardware, choose_device, survey
 from infinity.planner.plan import Plan
 from infinity.planning import Site, is_for, plan_units
 from infinity.runtime.builder import build_in
-from infinity.runtime.hollow import build_hollow
+from infinity.runtime.hollow import build_hollow_in
 from infinity.runtime.hooks import check_params
 from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
 from infinity.runtime.units import Cast, Unit, find_units, make_units
@@ -154,23 +154,22 @@ def build_model(model: Model, config: Config, paths: Sequence[NvmePath], *, rank
         return model, None
     if not callable(model):
         raise ConfigError(f"the model is a {type(model).__name__}: give a torch.nn.Module, or a function that builds one")
-    if rank > 0 and (hollow := _try_hollow(model)) is not None:
-        return hollow, None
     window_bytes = WINDOW_BYTES if config.budgets.cpu == "auto" else min(WINDOW_BYTES, max(SMALLEST_WINDOW_BYTES, int(config.budgets.cpu) // 4))
     with tempfile.TemporaryDirectory(prefix=".infinity-build-", dir=paths[0].path if paths else None) as folder:
         spool = Spool(folder, window_bytes)
-        return build_in(spool, model), spool
+        hollow = _try_hollow(spool, model) if rank > 0 else None
+        return build_in(spool, model) if hollow is None else hollow, spool
 
 
-def _try_hollow(builder: Callable[[], nn.Module]) -> nn.Module | None:
+def _try_hollow(spool: Spool, builder: Callable[[], nn.Module]) -> nn.Module | None:
     """The module without values; None, with a warning, for a builder that needs them."""
     generator = torch.get_rng_state()
     try:
-        return build_hollow(builder)
+        return build_hollow_in(spool, builder)
     except Exception as error:
         torch.set_rng_state(generator)
         logger.warning(
-            "without values, on the meta device, the model builder ended with %s: %s. This rank builds the model with values, as rank 0 does",
+            "without values, on the meta device, the model builder ended with %s: %s. This rank builds it with values, in files as rank 0 does",
             type(error).__name__,
             error,
         )

@@ -36,6 +36,7 @@ class Everything(nn.Module):
         self.phases = nn.Parameter(torch.randn(30, 7, dtype=torch.complex64))
         self.one, self.none = nn.Parameter(torch.randn(())), nn.Parameter(torch.empty(0, 3))
         self.short = nn.Parameter(torch.randn(33).bfloat16())
+        self.named_home = nn.Parameter(torch.randn(600, 700, device="cpu"))
         self.norm = nn.BatchNorm1d(64)
         self.norm.running_mean.uniform_()
         sheet = torch.randn(5, 7)
@@ -79,8 +80,8 @@ class Sparse(nn.Module):
 KINDS = (Everything, Peeks, Stray, Sparse)
 NEEDS_VALUES = {
     Peeks: "without values, on the meta device, the model builder ended with RuntimeError: Tensor.item() cannot be called on meta tensors",
-    Stray: "ended with ConfigError: table: a tensor that is neither a parameter nor a buffer. This rank builds the model with values",
-    Sparse: "This rank builds the model with values",
+    Stray: "ended with ConfigError: table: a tensor that is neither a parameter nor a buffer. This rank builds it with values",
+    Sparse: "This rank builds it with values",
 }
 """And what a rank says that builds it on its own."""
 

@@ -37,7 +37,7 @@ def build_in(spool: Spool, builder: Callable[[], nn.Module], *, spill_bytes: int
     raises passes through; no file is left in any case. Tensors that come from outside torch's operators (numpy, files) count
     as filled.
     """
-    mode = _Spooling(spool, spill_bytes)
+    mode = Spooling(spool, spill_bytes)
     with mode:
         module = checked_module(builder())
     check_home(module)
@@ -137,7 +137,7 @@ def _filler(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Op, 
     return None
 
 
-class _Spooling(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Spooling(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives large tensors file-backed storages, and keeps book of what was filled."""
 
     def __init__(self, spool: Spool, spill_bytes: int) -> None:

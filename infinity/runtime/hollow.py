@@ -8,17 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError
-from infinity.runtime.builder import check_home, checked_module
+from infinity.runtime.builder import Spooling, check_home, checked_module
+from infinity.runtime.spool import Spool
 from infinity.runtime.tensors import tensors_in
+from infinity.sizes import MiB
 
 
-def build_hollow(builder: Callable[[], nn.Module]) -> nn.Module:
+def build_hollow_in(spool: Spool, builder: Callable[[], nn.Module]) -> nn.Module:
     """Run `builder` on the meta device and return its module, on the CPU: parameters are one element, expanded, and buffers undefined memory.
 
-    Both are the objects that the builder made, wherever else it keeps them. Raises ConfigError for what does not hold without values: a
-    tensor that is neither a parameter nor a buffer, a buffer that is computed under autograd. What `builder` raises passes through.
+    Both are the objects that the builder made, wherever else it keeps them. What it puts on the CPU by name goes to the spool. Raises
+    ConfigError for what does not hold without values: a tensor that is neither a parameter nor a buffer, a buffer that is computed under
+    autograd. What `builder` raises passes through.
     """
-    with torch.device("meta"):
+    with Spooling(spool, MiB), torch.device("meta"):
         module = checked_module(builder())
     for param in module.parameters():
         if param.is_meta:
@@ -33,6 +36,7 @@ def build_hollow(builder: Callable[[], nn.Module]) -> nn.Module:
     if strays:
         raise ConfigError(f"{', '.join(strays)}: a tensor that is neither a parameter nor a buffer")
     check_home(module)
+    spool.flush()
     return module
 
 
