@@ -8,12 +8,12 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
@@ -63,8 +63,7 @@ def run_training(job: Job, folders: Sequence[Path], resume: Path | None) -> int:
     if resume is None and latest is not None and _step_of(latest) >= config.train.steps:
         job.say(_finished(latest, config))
         return 0
-    _seed(config.train.seed)
-    build = _build_then_seed(build, config.train.seed + ranks.rank) if ranks.rank else build
+    _seed(config.train.seed + ranks.rank)  # rank 0 makes the weights; what is drawn after them, such as dropout, is each rank's own
     with Interrupt(is_silent=not job.is_first) as interrupt, infinity.initialize(build, config, checkpoint=resume) as engine:
         with ranks.all_or_none("making the data"):
             data = draw(config, ranks.rank, ranks.world_size)
@@ -106,17 +105,6 @@ def _find_latest(config: Config, resume: Path | None) -> Path | None:
 def _seed(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _build_then_seed(build: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Module]:
-    """For the other ranks than 0: what is drawn after the weights, such as dropout, is a rank's own. A run that goes on restores it."""
-
-    def built() -> nn.Module:
-        module = build()
-        _seed(seed)
-        return module
-
-    return built
 
 
 def _latest(output: Path) -> Path | None:
