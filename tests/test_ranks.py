@@ -25,7 +25,7 @@ PLACEMENTS = {
     "states on nvme": {"param": "cpu", "grad": "cpu", "optimizer": "nvme"},
     "mixed": {},
 }
-STEPS, ACCUMULATION, MAX_NORM = 8, 2, 0.5
+STEPS, ACCUMULATION, MAX_NORM = 6, 2, 0.5
 
 
 def settings(folder, placement="cpu", **sections):
@@ -124,7 +124,7 @@ def build(kind):
 
 WAYS = [
     *((3, placement, "auto") for placement in PLACEMENTS),
-    *((stage, placement, "auto") for stage, placement in [(2, "mixed"), (2, "nvme"), (1, "cpu"), (1, "nvme"), (0, "mixed"), (0, "states on nvme")]),
+    *((stage, placement, "auto") for stage, placement in [(2, "mixed"), (2, "nvme"), (1, "cpu"), (1, "nvme"), (0, "mixed")]),
     (3, "cpu", 1),
 ]
 """(stage, placement, shard group): every stage where all rests in memory, and where the exchange around the update needs buffers."""

@@ -44,8 +44,12 @@ class Share:
 
     def chunks(self, flat: FlatLayout, group: Group, chunk_numel: int) -> list[tuple[int, Interval]]:
         """The chunks of that run: the index of each in the flat buffer, and where it lies there."""
-        run = self.run(flat, group)
-        return [(index, chunk) for index, chunk in enumerate(flat.chunks(chunk_numel)) if len(chunk.overlap(run))]
+        chunks = flat.chunks(chunk_numel)
+        if not self.is_sharded(group):
+            return list(enumerate(chunks))
+        in_shard = len(chunks) // self.world_size
+        first = self.rank * in_shard
+        return list(enumerate(chunks[first : first + in_shard], start=first))
 
 
 ALONE = Share()

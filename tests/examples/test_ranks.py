@@ -1,4 +1,4 @@
-"""The example of several processes runs under torchrun, learns, and goes on."""
+"""The example of several processes runs under torchrun and learns, and its states are published by every rank."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ def run(folder, steps):
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
 
 
-def test_two_ranks_learn_and_go_on(tmp_path):
-    first = run(tmp_path, 6)
-    assert list(first) == [1, 2, 3, 4, 5, 6] and first[6] < first[1]
-    second = run(tmp_path, 3)
-    assert list(second) == [7, 8, 9] and second[9] < first[1]
+def test_two_ranks_learn(tmp_path):
+    losses = run(tmp_path, 6)
+    assert list(losses) == [1, 2, 3, 4, 5, 6] and losses[6] < losses[1]
     shards = {path.name for path in tmp_path.rglob("*.safetensors")}
     assert {name.replace("-r0-", "-r1-") for name in shards if "-r0-" in name} == {name for name in shards if "-r1-" in name} != set()

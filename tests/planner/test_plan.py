@@ -268,7 +268,7 @@ def test_units_ahead_grow_with_an_eighth_of_a_budget_that_states_fill_and_are_ne
 
 @given(limit=st.integers(16, 128))
 def test_units_ahead_take_half_of_what_a_budget_has_left_over(limit):
-    layouts, options = model(*[1 << 18] * 20), {"chunk": 1 << 14, **PINNED}
+    layouts, options = model(*[1 << 18] * 20), {"chunk": 1 << 16, **PINNED}
     auto, two = plan(layouts, limit * MiB, prefetch=None, **options), plan(layouts, limit * MiB, prefetch=2, **options)
     assert auto.specs == two.specs and 2 <= auto.prefetch_units <= 12
     if auto.prefetch_units > 2:
