@@ -9,18 +9,21 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.errors import ConfigError
-from infinity.kinds import Tier
+from infinity.kinds import Group, Tier
 from infinity.planner.plan import Plan
 from infinity.planner.working import LIVE
 from infinity.sharding.layout import UnitLayout
 from infinity.sharding.ranks import Ranks
+from infinity.sharding.share import Share
 
 
-def check_alike(ranks: Ranks, config: Config, model: nn.Module, layouts: Sequence[UnitLayout], plan: Plan) -> None:
+def check_alike(ranks: Ranks, share: Share, config: Config, model: nn.Module, layouts: Sequence[UnitLayout], plan: Plan) -> None:
     """Raise ConfigError on all ranks, naming the first that differs: key of the configuration, parameter, buffer, figure of the plan."""
     _check(ranks, dict(_keys(config.model_dump(mode="json"))), "the configuration", "Give every rank the same one")
     _check(ranks, dict(_params(layouts)), "the model", "Build the same one on every rank")
     _check(ranks, dict(_tensors(model)), "the model", "Build the same one on every rank")
+    if not share.is_sharded(Group.PARAM):
+        return  # what is fetched, and when, is each rank's own affair
     ranks.check_same(
         (plan.prefetch_units, plan.working_bytes(Tier.CPU, LIVE), plan.chunk_numel),
         "how far to run ahead, in units, bytes and elements of a chunk,",

@@ -26,7 +26,7 @@ from infinity.optim.optimizer import TieredAdamW, names_of
 from infinity.optim.pipeline import Pipeline, buffer_count
 from infinity.planner.plan import Plan
 from infinity.planner.working import ACTIVATIONS, LIVE, ON_THEIR_WAY, upload_buffers
-from infinity.preparation import Model, ParamGroups, Prepared, adam_threads, addresses_of, aio_options, defaults, prepare
+from infinity.preparation import Model, ParamGroups, Prepared, adam_threads, addresses_of, aio_options, defaults, prepare, shard_group
 from infinity.run_state import check_fits
 from infinity.runtime.adopt import Adoption
 from infinity.runtime.arguments import move_arguments
@@ -103,14 +103,14 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
     """Build everything. With a checkpoint, the values in this run's store are replaced by it: they go once it is known to be whole."""
     with ExitStack() as closers:
         timeline = Timeline()
-        ranks = join_ranks(config.device, timeout_s=config.zero.timeout_s, timeline=timeline, shard_group=_shard_group(config))
+        ranks = join_ranks(config.device, timeout_s=config.zero.timeout_s, timeline=timeline, shard_group=shard_group(config))
         closers.callback(ranks.close)
         pool = native.ThreadPool(adam_threads(config, ranks.here))
         closers.callback(pool.close)
         generator = torch.get_rng_state()
         with ranks.all_or_none("preparing the run"):
             prepared = prepare(model, config, param_groups, pool, ranks, goes_on=checkpoint_directory is None)
-        check_alike(ranks, config, prepared.model, [unit.layout for unit in prepared.units], prepared.plan)
+        check_alike(ranks, prepared.share, config, prepared.model, [unit.layout for unit in prepared.units], prepared.plan)
         origin = Origin(ranks, _on_read(prepared))
         origin.lead_generator(generator)
         identity = _identity(prepared, origin)
@@ -151,10 +151,6 @@ def assemble(model: Model, config: Config, param_groups: ParamGroups | None, *, 
             resumed=kept.resumed,
             closers=closers.pop_all(),
         )
-
-
-def _shard_group(config: Config) -> int | None:
-    return None if config.zero.shard_group == "auto" else config.zero.shard_group
 
 
 def _make_way(prepared: Prepared, checkpoint_directory: Path) -> None:

@@ -30,7 +30,7 @@ from infinity.runtime.hollow import build_hollow_in
 from infinity.runtime.hooks import check_params
 from infinity.runtime.spool import SMALLEST_WINDOW_BYTES, WINDOW_BYTES, Spool
 from infinity.runtime.units import Cast, Unit, find_units, make_units
-from infinity.sharding.groups import ALONE_HERE, Here, planned_here, planned_ranks
+from infinity.sharding.groups import ALONE_HERE, Here, planned_here, planned_ranks, shard_size
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import Share
 from infinity.sharding.stages import STAGES
@@ -128,9 +128,14 @@ def preview_units(model: Model, config: Config, world_size: int = 1) -> list[Uni
     return units_of(module, config, make_cast(config, module), world_size)
 
 
+def shard_group(config: Config) -> int | None:
+    """How many ranks split the states; None is all."""
+    return None if config.zero.shard_group == "auto" else config.zero.shard_group
+
+
 def share_of(config: Config, rank: int, world_size: int) -> Share:
-    """What one of so many ranks keeps."""
-    size = world_size if config.zero.shard_group == "auto" else config.zero.shard_group
+    """What one of so many ranks keeps. Raises ConfigError for a group that does not divide them."""
+    size = shard_size(world_size, shard_group(config))
     return Share(STAGES[config.zero.stage], rank % size, size, world_size // size, rank // size)
 
 

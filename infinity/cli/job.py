@@ -61,7 +61,8 @@ def join_job(path: Path, words: Sequence[str], *, log_all: bool) -> Iterator[Job
             if error is not None:
                 raise error
         yield Job(config=config, ranks=ranks, console=_voice(ranks, log_all))
-        ranks.everybodys(None, "the end")  # once one has ended as interrupted, torchrun ends those that still publish
+        with ranks.all_or_none("the end"):  # once one has ended as interrupted, torchrun ends those that still publish
+            pass
     finally:
         ranks.close()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infinity.errors import InfinityError
 from infinity.kinds import Group
 from infinity.optim.chunks import Chunk, FlatKey
 from infinity.optim.grads import Grads, GradSet
@@ -112,7 +113,7 @@ class Exchange:
         try:
             under_way: deque[_Full] = deque()
             for flat in (flat for flat in self._flats if present[flat.key]):
-                if under_way and not self._can_open(flat, Group.GRAD):
+                while under_way and not self._can_open(flat, Group.GRAD):
                     self._land(under_way.popleft(), grads, taken, present)
                 under_way.append(self._begin_average(flat, taken))
             for full in under_way:
@@ -164,7 +165,7 @@ class Exchange:
     def finish_gather(self) -> None:
         """All of them, until everybody's new parameters rest here."""
         while self._coming:
-            if self._under_way and not self._can_open(self._coming[0], Group.PARAM):
+            while self._under_way and not self._can_open(self._coming[0], Group.PARAM):
                 self._settle(self._under_way.popleft())
             self._under_way.append(self._begin_gather(self._coming.popleft()))
         while self._under_way:
@@ -192,6 +193,11 @@ class Exchange:
 
     def _is_own(self, flat: _Flat, run: Interval) -> bool:
         return len(run.overlap(self._share.run(flat.layout, Group.OPTIMIZER))) > 0
+
+    def give_up(self, error: BaseException) -> None:
+        """The update has failed on this rank: the others hear of it at once."""
+        if isinstance(error, InfinityError):
+            self._ranks.give_up(error)
 
     # -- both --------------------------------------------------------------------------------------------------------
 

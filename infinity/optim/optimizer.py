@@ -54,6 +54,7 @@ class TieredAdamW(torch.optim.Optimizer):
         self._max_grad_norm = max_grad_norm
         self._clip = 1.0
         self._clipped_arrivals: int | None = None
+        grads.on_cleared = self._reset_clip
         self.skipped_steps = 0
         """Steps not taken because a gradient was inf or nan."""
         self.taken_steps = 0
@@ -76,7 +77,6 @@ class TieredAdamW(torch.optim.Optimizer):
         if not set_to_none:
             raise TraceError("zero_grad(set_to_none=False) keeps gradients of zeros, which are not stored. Call zero_grad()")
         self._grads.clear()
-        self._reset_clip()
         self.on_cleared()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -158,6 +158,7 @@ class TieredAdamW(torch.optim.Optimizer):
             self._pipeline.step(rules, grads, grad_scale, self._report)
         except BaseException as error:
             grads.fail(error)  # nobody waits for a step that never began
+            self._exchange.give_up(error)
             raise
         self._gather()
         self.taken_steps += 1

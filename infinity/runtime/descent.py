@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -42,7 +42,7 @@ class Descent:
         self._grads, self._ranks, self._share, self._slabs, self._clock, self._device = grads, ranks, share, slabs, clock, device
         self._budget = Budget(Tier.HBM if device.type == "cuda" else Tier.CPU, budget_bytes)
         self._lane = Lane.NVME_WRITE if store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
-        self._deadline_s = max(deadline_s, ranks.limit_s)
+        self._deadline_s = deadline_s
         self._reducing: list[Work] = []
         """Collectives of this pass."""
         self._is_broken_off = False
@@ -74,19 +74,25 @@ class Descent:
                 self._wait_for_room(nbytes, unit.name)
         layout = unit.layout.flats[flat]
         start = self._share.run(layout, Group.GRAD).start
-        arrive = partial(self._grads.arrive, unit.layout.index, flat, on_release=partial(self._budget.give, nbytes), start=start)
+        arrive = partial(self._grads.arrive, unit.layout.index, flat, start=start)
         try:
             if self._share.is_sharded(Group.GRAD):
-                self._reducing.append(self._ranks.reduce(grad, present, len(layout.slots), unit.layout.flat_name(flat), arrive))
+                give = _once_both_are_done(partial(self._budget.give, nbytes))  # the shard has landed; the collective has let go of the rest
+                name, then = unit.layout.flat_name(flat), partial(arrive, on_release=give)
+                self._reducing.append(self._ranks.reduce(grad, present, len(layout.slots), name, then, on_end=give))
             else:
-                arrive(grad, present)
+                arrive(grad, present, on_release=partial(self._budget.give, nbytes))
         except BaseException:
             self._budget.give(nbytes)  # it was not taken over
             raise
 
     def _wait_for_room(self, nbytes: int, name: str) -> None:
-        """Take `nbytes` of what gradients on their way may hold."""
+        """Take `nbytes` of what gradients on their way may hold. Raises RankError where one of them waits for a rank that is lost."""
         while self._grads.land_oldest():
+            if self._budget.try_take(nbytes):
+                return
+        for work in self._reducing:
+            work.wait()
             if self._budget.try_take(nbytes):
                 return
         self._budget.take(nbytes, f"the gradient of {name}", self._deadline_s)
@@ -106,3 +112,14 @@ class Descent:
     def drop(self) -> None:
         """Forget every gradient that came down since the last step."""
         self._grads.clear()
+
+
+def _once_both_are_done(then: Callable[[], None]) -> Callable[[], None]:
+    """To be called by two threads, when each is done: the second call leads on."""
+    is_second = iter((False, True))  # `next` of it is atomic
+
+    def done() -> None:
+        if next(is_second):
+            then()
+
+    return done

@@ -53,6 +53,17 @@ def planned_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def shard_size(world_size: int, shard_group: int | None) -> int:
+    """How many of so many ranks split a flat buffer; all where `shard_group` is None. Raises ConfigError for what is not a divisor."""
+    if shard_group is None or world_size == 1:
+        return world_size
+    if world_size % shard_group:
+        raise ConfigError(
+            f"zero.shard_group = {shard_group} does not divide the {world_size} ranks. Start a multiple of {shard_group}, or choose a divisor"
+        )
+    return shard_group
+
+
 def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None) -> Groups | None:
     """The ranks that torchrun started, or those of the process group that the program has made; None in a world of one.
 
@@ -66,21 +77,25 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
     world_size = dist.get_world_size()
     if world_size == 1:
         return None
-    size = world_size if shard_group is None else shard_group
-    if world_size % size:
-        raise ConfigError(f"zero.shard_group = {size} does not divide the {world_size} ranks. Start a multiple of {size}, or choose a divisor")
+    size = shard_size(world_size, shard_group)
     limit = timedelta(seconds=COLLECTIVE * timeout_s)
     everyone = dist.new_group(backend="gloo", timeout=limit)
+    here = _meet(everyone, size)
     if size == world_size:
-        return Groups(everyone, everyone, None, _here(everyone))
+        return Groups(everyone, everyone, None, here)
     shards = _mine([range(start, start + size) for start in range(0, world_size, size)], limit)
     replicas = _mine([range(start, world_size, size) for start in range(size)], limit)
-    return Groups(everyone, shards, replicas, _here(everyone))
+    return Groups(everyone, shards, replicas, here)
 
 
-def _here(everyone: Any) -> Here:
-    mine, hosts = this_host(), [""] * dist.get_world_size(everyone)
-    dist.all_gather_object(hosts, mine, group=everyone)
+def _meet(everyone: Any, size: int) -> Here:
+    """Who is on this machine. Raises ConfigError, on all ranks, where they would make different groups."""
+    mine, told = this_host(), [("", 0)] * dist.get_world_size(everyone)
+    dist.all_gather_object(told, (mine, size), group=everyone)
+    hosts, sizes = [host for host, _ in told], [other for _, other in told]
+    if len(set(sizes)) > 1:
+        other = next(rank for rank, other in enumerate(sizes) if other != sizes[0])
+        raise ConfigError(f"zero.shard_group differs between ranks: {sizes[0]} on rank 0 and {sizes[other]} on rank {other}. Give every rank the same")
     return Here(hosts[: dist.get_rank(everyone)].count(mine), hosts.count(mine))
 
 

@@ -85,6 +85,8 @@ class _Asked:
     """The process group whose ranks do it together."""
     is_patient: bool
     """It begins once every rank has come to it, however long that takes."""
+    on_end: Callable[[], None]
+    """Called once nothing here holds its tensors any more."""
 
 
 class Issuer:
@@ -97,37 +99,49 @@ class Issuer:
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._waiting: dict[RankWork, None] = {}
         self._lock = threading.Lock()
-        self._watch = Watch(store, rank=rank, world_size=world_size, timeout_s=timeout_s, on_loss=self._lose)
+        self._watch = Watch(store, rank=rank, world_size=world_size, timeout_s=timeout_s, on_loss=self.lose)
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
 
-    def ask(self, name: str, nbytes: int, operation: Operation, among: Any, *, after: Sequence[Work], is_patient: bool) -> Work:
+    def ask(
+        self,
+        name: str,
+        nbytes: int,
+        operation: Operation,
+        among: Any,
+        *,
+        after: Sequence[Work] = (),
+        is_patient: bool = False,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> Work:
         """Put a collective of the process group `among` into the queue. Raises what a rank was lost with."""
         work = RankWork(name, None if is_patient else longest_wait_s(self._timeout_s))
         with self._lock:
             if self._error is not None:
                 raise self._error
             self._waiting[work] = None
-        self._asked.put(_Asked(work, operation, nbytes, after, among, is_patient))
+        self._asked.put(_Asked(work, operation, nbytes, after, among, is_patient, on_end))
         return work
 
-    def close(self) -> None:
-        """Do what was asked for first, unless a rank is lost."""
+    def close(self) -> bool:
+        """Do what was asked for first, unless a rank is lost. True when the thread has ended: it may be stuck in a collective."""
         self._asked.put(None)
         self._thread.join(0 if self._error is not None else self._timeout_s)
         self._watch.close()
         self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
             work = asked.work
             if work.is_completed():  # a rank was lost before its turn
                 continue
-            error = self._do(asked)
+            error, on_end = self._do(asked), asked.on_end
             del asked  # the tensors are whose they were
             if error is not None:
-                self._lose(error)
+                self.lose(error)
                 continue
+            on_end()
             with self._lock:
                 self._waiting.pop(work, None)
             work.end()
@@ -181,8 +195,8 @@ class Issuer:
             told = "; ".join(f"{other!r} on {named_ranks(names, other, ranks)}" for other in distinct(names))
             raise TraceError(
                 f"the ranks took different ways through the model, and nothing more is updated. Collective number {self._begun} is {told}. "
-                "Let every rank call the same modules in the same order. Modules that only some batches use, such as experts, belong into one unit: "
-                "name the class around them in units.classes"
+                "Let every rank call the same modules, and engine.gathered, in the same order. Modules that only some batches use, such as experts, "
+                "belong into one unit: name the class around them in units.classes"
             )
 
     def _blame(self, work: RankWork, cause: Exception, waited_s: float) -> InfinityError:
@@ -196,7 +210,7 @@ class Issuer:
         error.__cause__ = cause
         return error
 
-    def _lose(self, error: InfinityError) -> None:
+    def lose(self, error: InfinityError) -> None:
         """Whoever waits raises it, now and from now on."""
         self._watch.tell(self._begun, f"{FAILED}{error}")
         with self._lock:

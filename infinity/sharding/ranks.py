@@ -63,21 +63,24 @@ class Ranks:
         own = full[_slice(self.shard(full.numel()))]
         return self._ask(f"gather of {name}", full.nbytes, lambda: all_gather(full, own, group=self._shards), after, self._shards)
 
-    def reduce(self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced) -> Work:
+    def reduce(
+        self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced, *, on_end: Callable[[], None] = lambda: None
+    ) -> Work:
         """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [shard_size x n], and who of `count` members
-        any rank has. It is called before the work is over, from the thread of the collectives.
+        any rank has. It is called before the work is over, from the thread of the collectives; `on_end` after it, when nothing here holds `full`.
 
         The other shards' contents are undefined then. Every rank divides before it adds, as DistributedDataParallel does.
         """
         if self.world_size == 1:
             then(full, members)
+            on_end()
             return COMPLETED
 
         def reduce() -> None:
             present = self._union(members, count)
             then(self._average(full), present)
 
-        return self._ask(f"reduce of {name}", full.nbytes, reduce)
+        return self._ask(f"reduce of {name}", full.nbytes, reduce, on_end=on_end)
 
     def average(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
         """The same where all ranks know already who has a part in it, once `after` is over: the mean is in this rank's shard of `full`."""
@@ -140,9 +143,15 @@ class Ranks:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """What was asked for is done first, unless a rank is lost. The process group stays its owner's."""
+        """What was asked for is done first, unless a rank is lost. The program's own process group stays."""
+        if self._issuer is not None and self._issuer.close():
+            for group in {self._group, self._shards, self._replicas} - {None}:
+                dist.destroy_process_group(group)
+
+    def give_up(self, error: InfinityError) -> None:
+        """This rank cannot go on: the others end with what it ended with."""
         if self._issuer is not None:
-            self._issuer.close()
+            self._issuer.lose(error)
 
     # -- one collective ----------------------------------------------------------------------------------------------
 
@@ -167,12 +176,10 @@ class Ranks:
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)
         return frozenset(mask.nonzero().flatten().tolist())
 
-    def _ask(
-        self, name: str, nbytes: int, operation: Operation, after: Sequence[Work] = (), among: Any = None, is_patient: bool = False
-    ) -> Work:
+    def _ask(self, name: str, nbytes: int, operation: Operation, after: Sequence[Work] = (), among: Any = None, **options: Any) -> Work:
         if self._issuer is None:
             return COMPLETED
-        return self._issuer.ask(name, nbytes, operation, among or self._group, after=after, is_patient=is_patient)
+        return self._issuer.ask(name, nbytes, operation, among or self._group, after=after, **options)
 
 
 def join_ranks(device: str, *, timeout_s: float, timeline: Timeline, shard_group: int | None = None) -> Ranks:
