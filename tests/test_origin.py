@@ -68,6 +68,15 @@ class Stray(nn.Module):
         self.linear, self.table = nn.Linear(64, 64), {"angles": torch.rand(3)}
 
 
+class Hooked(nn.Module):
+    """Changes a gradient on its way."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.linear.weight.register_hook(torch.zeros_like)
+
+
 class Sparse(nn.Module):
     """A buffer that is not elements in a row."""
 
@@ -77,10 +86,11 @@ class Sparse(nn.Module):
         self.register_buffer("edges", torch.rand(4, 4).to_sparse())
 
 
-KINDS = (Everything, Peeks, Stray, Sparse)
+KINDS = (Everything, Peeks, Stray, Hooked, Sparse)
 NEEDS_VALUES = {
     Peeks: "without values, on the meta device, the model builder ended with RuntimeError: Tensor.item() cannot be called on meta tensors",
     Stray: "ended with ConfigError: table: a tensor that is neither a parameter nor a buffer. This rank builds it with values",
+    Hooked: "ended with ConfigError: linear.weight has a hook or a view, or was used under autograd",
     Sparse: "This rank builds it with values",
 }
 """And what a rank says that builds it on its own."""

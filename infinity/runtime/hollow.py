@@ -18,20 +18,18 @@ def build_hollow_in(spool: Spool, builder: Callable[[], nn.Module]) -> nn.Module
     """Run `builder` on the meta device and return its module, on the CPU: parameters are one element, expanded, and buffers undefined memory.
 
     Both are the objects that the builder made, wherever else it keeps them. What it puts on the CPU by name goes to the spool. Raises
-    ConfigError for what does not hold without values: a tensor that is neither a parameter nor a buffer, a buffer that is computed under
-    autograd. What `builder` raises passes through.
+    ConfigError for what does not hold without values: a tensor that is neither a parameter nor a buffer, one that autograd, a hook or a view
+    holds by its memory. What `builder` raises passes through.
     """
     with Spooling(spool, MiB), torch.device("meta"):
         module = checked_module(builder())
-    for param in module.parameters():
+    for name, param in module.named_parameters():
         if param.is_meta:
-            _land(param, torch.empty((), dtype=param.dtype).expand(param.shape))
+            _land(name, param, torch.empty((), dtype=param.dtype).expand(param.shape))
     storages: dict[int, torch.UntypedStorage] = {}
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
-            if not buffer.is_leaf:
-                raise ConfigError(f"buffer {name!r} was computed under autograd")
-            _land(buffer, _memory_of(buffer, storages))
+            _land(name, buffer, _memory_of(buffer, storages))
     strays = list(_strays(module))
     if strays:
         raise ConfigError(f"{', '.join(strays)}: a tensor that is neither a parameter nor a buffer")
@@ -47,8 +45,11 @@ def _memory_of(buffer: Tensor, storages: dict[int, torch.UntypedStorage]) -> Ten
     return torch.empty(0, dtype=buffer.dtype).set_(storage, buffer.storage_offset(), buffer.shape, buffer.stride())
 
 
-def _land(tensor: Tensor, memory: Tensor) -> None:
+def _land(name: str, tensor: Tensor, memory: Tensor) -> None:
     """Put a tensor of the meta device on the CPU. It stays the object that it is."""
+    uses: int = tensor._use_count()  # type: ignore[attr-defined]
+    if uses > 1 or not tensor.is_leaf or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:  # these would stay behind
+        raise ConfigError(f"{name} has a hook or a view, or was used under autograd")
     twin = torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
     twin.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
