@@ -44,6 +44,7 @@ def test_a_rank_holds_its_share_and_working_memory_from_the_first_moment_on(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_all_ranks_together_hold_a_tenth_more_than_one_at_most(tmp_path):
     """4.1 GB of states in 768 layers: of the tenth 2 % are padding, and 6 % what three more ranks work with and hold of hooks."""
     raw = tmp_path / "raw.json"
