@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import infinity
-from infinity.errors import RankError
+from infinity.errors import CapacityError, RankError
 from infinity.kinds import Lane, Tier
+from infinity.optim.exchange import BUFFERS
 from infinity.sharding.stages import STAGES, state_bytes
 from tests.ranks import TIMEOUT_S, job, run_ranks
 
@@ -210,6 +212,58 @@ def test_states_and_traffic_are_what_the_table_of_stages_says_and_one_micro_step
             assert (values == results[0][1][0][3]).all(), "one sum over ranks, in one order, whatever is sharded"
 
 
+def split(rank, world_size, folder):
+    """Values after a few steps and a checkpoint: with what ranks exchange in both tiers, and all on NVMe."""
+    found = []
+    for stage, group in ((2, "param"), (1, "grad"), (0, "grad")):
+        config = settings(folder, zero={"stage": stage}, units={"threshold": 10}, prefetch={"units": 0})
+        config["placement"] = {**PLACEMENTS["nvme"], group: "auto"}
+        for cpu_bytes in range(200_000, 1_000_000, 10_000):
+            config["budgets"] = {"cpu": cpu_bytes}
+            with suppress(CapacityError):
+                if is_split(infinity.plan(layers(), config), group):
+                    break
+        else:
+            raise AssertionError(f"no budget splits {group}")
+        for way in (config, {**config, "placement": PLACEMENTS["nvme"]}):
+            with infinity.initialize(layers(), way) as engine:
+                for step in range(2 * ACCUMULATION):
+                    engine.model(torch.full((2, 64), 1.0 + rank + step)).square().mean().backward()
+                    if step % ACCUMULATION:
+                        engine.optimizer.step()
+                        engine.optimizer.zero_grad()
+                if way is config:
+                    engine.save(folder / f"{stage}")
+                    engine.load(folder / f"{stage}")
+                values = []
+                for layer in engine.model:  # more than a few do not fit
+                    with engine.gathered(layer):
+                        values.append(layer.weight.detach().clone())
+                found.append(torch.cat(values).numpy())
+    return found
+
+
+def is_split(plan, group):
+    """Some flat buffers rest in CPU memory whole, and behind them more on NVMe than there are buffers for."""
+    tiers = {}
+    for spec in plan.specs:
+        if spec.key.group == group:
+            tiers.setdefault(spec.key.unit, set()).add(spec.tier)
+    return {Tier.CPU} in tiers.values() and list(tiers.values()).count({Tier.NVME}) > BUFFERS
+
+
+def layers():
+    torch.manual_seed(4)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+
+
+def test_what_ranks_exchange_may_rest_in_both_tiers(tmp_path):
+    results = run_ranks(split, 2, tmp_path)
+    for found in results:
+        for mixed, apart in zip(found[::2], found[1::2], strict=True):
+            assert (mixed == apart).all() and (found[0] == results[0][0]).all()
+
+
 def differ(rank, world_size, folder, what):
     if what == "path":
         folder = folder if rank == 0 else folder / "missing"
@@ -289,7 +343,8 @@ class Stops(nn.Module):
 
 def train_until_lost(rank, world_size, lost, place, folder, stage):
     model = Stops(place, folder, rank == lost)
-    config = settings(folder, "nvme", zero={"timeout_s": TIMEOUT_S, "stage": stage}, units={"threshold": 1000}, optimizer={"chunk_size": "8KiB"}, prefetch={"units": 1})
+    small = {"units": {"threshold": 1000}, "optimizer": {"chunk_size": "8KiB"}, "prefetch": {"units": 1}}
+    config = settings(folder, "nvme", zero={"timeout_s": TIMEOUT_S, "stage": stage}, **small)
     with infinity.initialize(model, config) as engine:
         for step in range(1000):
             model.steps = step

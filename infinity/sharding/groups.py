@@ -95,7 +95,7 @@ def _meet(everyone: Any, size: int) -> Here:
     hosts, sizes = [host for host, _ in told], [other for _, other in told]
     if len(set(sizes)) > 1:
         other = next(rank for rank, other in enumerate(sizes) if other != sizes[0])
-        raise ConfigError(f"zero.shard_group differs between ranks: {sizes[0]} on rank 0 and {sizes[other]} on rank {other}. Give every rank the same")
+        raise ConfigError(f"zero.shard_group differs between ranks: {sizes[0]} on rank 0, {sizes[other]} on rank {other}. Give every rank the same")
     return Here(hosts[: dist.get_rank(everyone)].count(mine), hosts.count(mine))
 
 

@@ -114,6 +114,16 @@ def test_a_group_that_does_not_divide_the_ranks_is_refused():
     assert told == {"ConfigError: zero.shard_group = 2 does not divide the 3 ranks. Start a multiple of 2, or choose a divisor"}
 
 
+def divide_differently(rank, world_size):
+    join_ranks("cpu", timeout_s=30.0, timeline=Timeline(), shard_group=1 + rank)
+
+
+def test_groups_that_differ_are_named_on_all_ranks():
+    with job(divide_differently, 2) as running:
+        told = {running.outcome(rank).error for rank in range(2)}
+    assert told == {"ConfigError: zero.shard_group differs between ranks: 1 on rank 0, 2 on rank 1. Give every rank the same"}
+
+
 def compare(rank, world_size):
     ranks = ranks_of()
     ranks.check_same("adamw", "optimizer", "")
