@@ -480,6 +480,17 @@ def test_a_forked_child_cannot_touch_the_run(tmp_path, placement):
         assert engine.global_step == 3
 
 
+def test_a_batch_that_is_left_out_after_clipping_leaves_no_trace(tmp_path):
+    ids = batches(1)[0]
+    with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path))) as engine:
+        norms = []
+        for _ in range(2):
+            engine.model(ids).backward()
+            norms.append(engine.clip_grad_norm_(1e-3).item())
+            engine.model.zero_grad()
+        assert norms[0] == norms[1] > 1e-2
+
+
 def test_an_engine_that_is_never_closed_reminds(tmp_path, caplog):
     config = settings(known_rates(tmp_path))
     with caplog.at_level(logging.WARNING, "infinity"):

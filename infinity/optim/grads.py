@@ -108,8 +108,8 @@ class Grads:
         """A GPU sums a whole flat gradient in passing; the CPU does it on the mover's thread."""
         self._coming_down: deque[tuple[Work, _Countdown]] = deque()
         """Copies of such gradients, oldest first. No thread waits for them: it would take the interpreter from the one that launches compute."""
-        self.on_cleared: Callable[[], None] = lambda: None
-        """Called whenever gradients were dropped, whoever asked for it."""
+        self.drops = 0
+        """How often all gradients were dropped since the start, whoever asked for it."""
         self.arrivals = 0
         """How many flat gradients have arrived since the start."""
         self._guards: dict[Chunk, Promise] = {}
@@ -277,7 +277,7 @@ class Grads:
         self._wait_landed()
         with self._lock:
             self._forget()
-        self.on_cleared()
+            self.drops += 1
 
     def close(self) -> None:
         """End the mover's thread, which finishes what it has begun. Copies that no thread waits for hold their tensors until they are over."""

@@ -50,11 +50,12 @@ class TieredAdamW(torch.optim.Optimizer):
         self._exchange = exchange
         self._is_averaged = False
         """The gradients at rest are those of all ranks."""
+        self._drops = 0
+        """How often gradients had been dropped when clipping and averaging began."""
         self._loss_scale = loss_scale
         self._max_grad_norm = max_grad_norm
         self._clip = 1.0
         self._clipped_arrivals: int | None = None
-        grads.on_cleared = self._reset_clip
         self.skipped_steps = 0
         """Steps not taken because a gradient was inf or nan."""
         self.taken_steps = 0
@@ -169,6 +170,8 @@ class TieredAdamW(torch.optim.Optimizer):
 
     def _average(self) -> None:
         """Whoever reads the gradients first waits until they are those of all ranks."""
+        if self._drops != self._grads.drops:
+            self._reset_clip()  # of gradients that are gone
         if not self._is_averaged:
             self._is_averaged = True
             self._exchange.average(self._grads)
@@ -215,6 +218,7 @@ class TieredAdamW(torch.optim.Optimizer):
         self._clip = 1.0
         self._clipped_arrivals = None
         self._is_averaged = False
+        self._drops = self._grads.drops
 
 
 def checked_groups(params: Any, addresses: Mapping[Tensor, Address], **defaults: Any) -> list[dict[str, Any]]:
