@@ -256,6 +256,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         store=kept.store,
         ranks=ranks,
         slabs=kept.pools.plain,
+        timeline=kept.timeline,
         deadline_s=deadline_s,
     )
     closers.callback(exchange.close)

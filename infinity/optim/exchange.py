@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import InfinityError
-from infinity.kinds import Group
+from infinity.kinds import Group, Lane
 from infinity.optim.chunks import Chunk, FlatKey
 from infinity.optim.grads import Grads, GradSet
 from infinity.optim.promise import Promise
@@ -25,6 +25,7 @@ from infinity.storage.chunks import ChunkKey
 from infinity.storage.slabs import SlabPool
 from infinity.storage.store import Store
 from infinity.storage.work import Work, join
+from infinity.timeline import Timeline
 
 BUFFERS = 2
 """Full flat buffers for what does not rest in one piece: one that is filled or emptied while another is with the ranks."""
@@ -67,10 +68,12 @@ class Exchange:
         store: Store,
         ranks: Ranks,
         slabs: SlabPool,
+        timeline: Timeline,
         deadline_s: float,
     ) -> None:
         """`grad_chunks`: those whose gradients the share keeps."""
-        self._share, self._store, self._ranks, self._deadline_s = share, store, ranks, max(deadline_s, ranks.limit_s)
+        self._share, self._store, self._ranks, self._timeline = share, store, ranks, timeline
+        self._deadline_s = max(deadline_s, ranks.limit_s)
         self._averages = not share.is_alone and not share.is_sharded(Group.GRAD)
         self._gathers = share.is_sharded(Group.OPTIMIZER) and not share.is_sharded(Group.PARAM)
         of_flat: dict[FlatKey, list[Chunk]] = {}
@@ -139,7 +142,7 @@ class Exchange:
 
     def _land(self, full: _Full, grads: Grads, taken: GradSet, present: dict[FlatKey, frozenset[int]]) -> None:
         """What this rank updates goes to rest as a gradient that has just arrived."""
-        full.work.wait(self._deadline_s)
+        self._wait_for_ranks(full)
         flat, run = full.flat, self._share.run(full.flat.layout, Group.OPTIMIZER)
         for chunk in filter(taken.holds, flat.grads):
             taken.done(chunk)
@@ -185,7 +188,7 @@ class Exchange:
 
     def _settle(self, full: _Full) -> None:
         """The others' parts go to rest."""
-        full.work.wait(self._deadline_s)
+        self._wait_for_ranks(full)
         if full.loan is not None:
             others = [(key, run) for key, run in full.flat.params if not self._is_own(full.flat, run)]
             writes = [self._store.write_back(key, full.values[run.start : run.stop].view(torch.uint8)) for key, run in others]
@@ -200,6 +203,13 @@ class Exchange:
             self._ranks.give_up(error)
 
     # -- both --------------------------------------------------------------------------------------------------------
+
+    def _wait_for_ranks(self, full: _Full) -> None:
+        if full.work.is_completed():
+            full.work.wait(self._deadline_s)
+        else:
+            with self._timeline.stall(Lane.COMM, full.flat.name):
+                full.work.wait(self._deadline_s)
 
     def _rest(self, flat: _Flat, group: Group) -> Tensor | None:
         """uint8: the flat buffer itself, where it rests in one piece."""

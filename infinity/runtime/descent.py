@@ -70,8 +70,7 @@ class Descent:
         nbytes = footprint(grad.nbytes, self._device)
         self._grads.let_go()
         if not self._budget.try_take(nbytes):
-            with self._clock.waiting(self._lane, unit.name):
-                self._wait_for_room(nbytes, unit.name)
+            self._wait_for_room(nbytes, unit.name)
         layout = unit.layout.flats[flat]
         start = self._share.run(layout, Group.GRAD).start
         arrive = partial(self._grads.arrive, unit.layout.index, flat, start=start)
@@ -88,14 +87,23 @@ class Descent:
 
     def _wait_for_room(self, nbytes: int, name: str) -> None:
         """Take `nbytes` of what gradients on their way may hold. Raises RankError where one of them waits for a rank that is lost."""
-        while self._grads.land_oldest():
-            if self._budget.try_take(nbytes):
-                return
+        with self._clock.waiting(self._lane, name):
+            while self._grads.land_oldest():
+                if self._budget.try_take(nbytes):
+                    return
         for work in self._reducing:
-            work.wait()
+            self._wait_for_ranks(work, name)
             if self._budget.try_take(nbytes):
                 return
-        self._budget.take(nbytes, f"the gradient of {name}", self._deadline_s)
+        with self._clock.waiting(self._lane, name):
+            self._budget.take(nbytes, f"the gradient of {name}", self._deadline_s)
+
+    def _wait_for_ranks(self, work: Work, name: str) -> None:
+        if work.is_completed():
+            work.wait()
+        else:
+            with self._clock.waiting(Lane.COMM, name):
+                work.wait()
 
     def break_off(self) -> None:
         """The pass has raised on this rank. Where ranks reduce nothing more of it goes down: the others learn why from the end of this rank's
@@ -107,7 +115,7 @@ class Descent:
         self._is_broken_off = False
         reducing, self._reducing = self._reducing, []
         for work in reducing:
-            work.wait()
+            self._wait_for_ranks(work, "the last gradients")
 
     def drop(self) -> None:
         """Forget every gradient that came down since the last step."""

@@ -200,7 +200,8 @@ def rig(
         buffers=buffers,
     )
     ranks = Ranks(timeout_s=deadline_s, timeline=timeline)
-    exchange = Exchange(units, chunks, share=ALONE, chunk_numel=2048, store=store, ranks=ranks, slabs=slabs, deadline_s=deadline_s)
+    beside = {"store": store, "ranks": ranks, "slabs": slabs, "timeline": timeline, "deadline_s": deadline_s}
+    exchange = Exchange(units, chunks, share=ALONE, chunk_numel=2048, **beside)
     values = initial_values(shapes, dtype)
     adopt(store, units, chunks, values)
     params = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
