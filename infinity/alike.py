@@ -12,6 +12,7 @@ from infinity.errors import ConfigError
 from infinity.kinds import Group, Tier
 from infinity.planner.plan import Plan
 from infinity.planner.working import LIVE
+from infinity.sharding.groups import first_other
 from infinity.sharding.layout import UnitLayout
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import Share
@@ -36,8 +37,8 @@ def _check(ranks: Ranks, mine: Mapping[str, str], what: str, hint: str) -> None:
     names = dict.fromkeys(name for values in everybodys for name in values)
     for name in names:
         values = [values.get(name, "nothing") for values in everybodys]
-        if len(set(values)) > 1:
-            other = next(rank for rank, value in enumerate(values) if value != values[0])
+        other = first_other(values)
+        if other is not None:
             raise ConfigError(f"{what} differs between ranks: {name} is {values[0]} on rank 0 and {values[other]} on rank {other}. {hint}")
 
 

@@ -235,8 +235,9 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
     grad_dtype = torch.float32 if config.train.accumulation > 1 else None
     ranks, share, layouts = prepared.ranks, prepared.share, [unit.layout for unit in prepared.units]
     of_group = partial(trainable_chunks, layouts, prepared.plan.chunk_numel, grad_dtype=grad_dtype, share=share)
+    grad_chunks = of_group(group=Group.GRAD)
     grads = Grads(
-        of_group(group=Group.GRAD),
+        grad_chunks,
         store=kept.store,
         copies=kept.copies,
         pool=prepared.pool,
@@ -250,7 +251,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
     closers.callback(grads.close)
     exchange = Exchange(
         layouts,
-        of_group(group=Group.GRAD),
+        grad_chunks,
         share=share,
         chunk_numel=prepared.plan.chunk_numel,
         store=kept.store,

@@ -72,8 +72,7 @@ class Exchange:
         deadline_s: float,
     ) -> None:
         """`grad_chunks`: those whose gradients the share keeps."""
-        self._share, self._store, self._ranks, self._timeline = share, store, ranks, timeline
-        self._deadline_s = max(deadline_s, ranks.limit_s)
+        self._share, self._store, self._ranks, self._timeline, self._deadline_s = share, store, ranks, timeline, deadline_s
         self._averages = not share.is_alone and not share.is_sharded(Group.GRAD)
         self._gathers = share.is_sharded(Group.OPTIMIZER) and not share.is_sharded(Group.PARAM)
         of_flat: dict[FlatKey, list[Chunk]] = {}
@@ -87,7 +86,7 @@ class Exchange:
                 [(ChunkKey(unit.index, f, Group.PARAM, c), run) for c, run in share.chunks(flat, Group.PARAM, chunk_numel)],
                 of_flat[unit.index, f],
             )
-            for unit in layouts
+            for unit in (layouts if self._averages or self._gathers else ())
             for f, flat in enumerate(unit.flats)
             if flat.trainable
         ]

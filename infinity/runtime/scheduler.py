@@ -28,6 +28,7 @@ from infinity.runtime.states import States
 from infinity.runtime.trace import Trace
 from infinity.runtime.units import Unit
 from infinity.runtime.uploader import Uploader
+from infinity.sharding.groups import first_other
 from infinity.sharding.layout import Interval
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import Share
@@ -214,7 +215,7 @@ class Scheduler:
             return
         mine = [native.crc32c(as_bytes(flat.cpu())) for flat in flats]
         everybodys = self._movers.ranks.everybodys(mine, f"the values of {unit.name}")
-        other = next((rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]), None)
+        other = first_other(everybodys)
         if other is not None:
             raise TraceError(
                 f"the parameters of unit {unit.name!r} were changed on rank 0 in another way than on rank {other}. "

@@ -48,6 +48,11 @@ def planned_here() -> Here:
     return Here(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def first_other(values: Sequence[object]) -> int | None:
+    """The first rank that has something else than rank 0, of what each has."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
+
+
 def planned_ranks() -> int:
     """How many ranks `join_groups` would find: those of the process group, or of torchrun, or 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -93,8 +98,8 @@ def _meet(everyone: Any, size: int) -> Here:
     mine, told = this_host(), [("", 0)] * dist.get_world_size(everyone)
     dist.all_gather_object(told, (mine, size), group=everyone)
     hosts, sizes = [host for host, _ in told], [other for _, other in told]
-    if len(set(sizes)) > 1:
-        other = next(rank for rank, other in enumerate(sizes) if other != sizes[0])
+    other = first_other(sizes)
+    if other is not None:
         raise ConfigError(f"zero.shard_group differs between ranks: {sizes[0]} on rank 0, {sizes[other]} on rank {other}. Give every rank the same")
     return Here(hosts[: dist.get_rank(everyone)].count(mine), hosts.count(mine))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, InfinityError, RankError
 from infinity.sharding.groups import ALONE_HERE, Groups, join_groups
-from infinity.sharding.issuer import Issuer, Operation, all_gather, distinct, longest_wait_s, named_ranks
+from infinity.sharding.issuer import Issuer, Operation, all_gather, distinct, named_ranks
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import FAILED
 from infinity.storage.work import COMPLETED, Work, join
@@ -47,8 +47,6 @@ class Ranks:
         """Over how many ranks a flat buffer is split. The others keep replicas of the same shards."""
         self.here = ALONE_HERE if groups is None else groups.here
         """Among the ranks of this machine."""
-        self.limit_s = longest_wait_s(timeout_s) if self.world_size > 1 else 0.0
-        """Seconds that a collective may take, from asking."""
         self._issuer: Issuer | None = None
         if groups is not None and self.world_size > 1:
             beats = dist.PrefixStore(f"infinity/{groups.everyone.group_name}", store)  # type: ignore[attr-defined]
