@@ -33,6 +33,10 @@ PLACEMENTS = {
 }
 
 
+PAUSE_S = 0.5
+"""Before each measurement on a GPU, so that all find it equally cool: after a busy second its clock is some percent lower than after a CPU's update."""
+
+
 class Plain:
     """The step as anyone would write it with everything on the device."""
 
@@ -95,9 +99,10 @@ class Ours:
         self.optimizer.zero_grad()
 
 
-def timed(device: torch.device, run: Callable[[], torch.Tensor]) -> tuple[float, float]:
-    """(seconds, loss) with the device idle at both ends."""
+def timed(device: torch.device, run: Callable[[], torch.Tensor], pause_s: float = 0.0) -> tuple[float, float]:
+    """(seconds, loss) with the device idle at both ends, and for `pause_s` before."""
     synchronize(device)
+    time.sleep(pause_s)
     start = time.perf_counter()
     loss = run()
     synchronize(device)
@@ -112,11 +117,14 @@ def synchronize(device: torch.device) -> None:
 def measure(
     contenders: dict[str, Any], batch: dict[str, torch.Tensor], device: torch.device, rounds: int, warmup: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Per contender: seconds of forward + backward alone, of whole steps, and the losses of the whole steps."""
+    """Per contender: seconds of forward + backward alone, of whole steps, and the losses of the whole steps. Each round in another order."""
     found: dict[str, dict[str, list[float]]] = {name: {"forward_backward": [], "step": [], "loss": []} for name in contenders}
+    pause_s = 0.0 if device.type == "cpu" else PAUSE_S
     for round_ in range(rounds + warmup):
-        for name, contender in contenders.items():
-            alone, _ = timed(device, lambda contender=contender: contender.forward_backward(batch))
+        names = list(contenders)
+        for name in names if round_ % 2 else reversed(names):
+            contender = contenders[name]
+            alone, _ = timed(device, lambda contender=contender: contender.forward_backward(batch), pause_s)
             contender.drop()
 
             def whole(contender: Any = contender) -> torch.Tensor:
@@ -124,7 +132,7 @@ def measure(
                 contender.step()
                 return loss
 
-            seconds, loss = timed(device, whole)
+            seconds, loss = timed(device, whole, pause_s)
             found[name]["loss"].append(loss)
             if round_ >= warmup:
                 found[name]["forward_backward"].append(alone)
