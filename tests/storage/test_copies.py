@@ -85,7 +85,7 @@ def test_dropped_works_keep_their_tensors_until_the_copy_is_over(cuda):
         torch.full((1 << 20,), -1.0, device=copies.device)
     copies.close()
     assert all(bool((back == index).all()) for index, back in expected)
-    copies._timeline.resolvers.append(copies.drain_spans)
+    copies._timeline.resolvers.append(copies._motions.sweep)
 
 
 @pytest.mark.gpu
