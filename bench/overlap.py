@@ -34,7 +34,7 @@ PLACEMENTS = {
 
 
 PAUSE_S = 0.5
-"""Before each measurement on a GPU, so that all find it equally cool: after a busy second its clock is some percent lower than after a CPU's update."""
+"""Before each measurement on a GPU, so that all find it equally cool: after a busy second its clock is some percent lower."""
 
 
 class Plain:

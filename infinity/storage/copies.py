@@ -6,18 +6,11 @@ import torch
 
 from infinity.kinds import Lane
 from infinity.storage.motions import Motions
-from infinity.storage.work import Work
+from infinity.storage.work import StreamedWork
 from infinity.timeline import Timeline
 
 
-class CopyWork(Work):
-    """An upload or download under way."""
-
-    def sync_current_stream(self) -> None:
-        """Work queued from now on to the current stream runs after the copy. Does not block the host."""
-
-
-class _DoneCopy(CopyWork):
+class _DoneCopy:
     """A copy on a CPU device: over when it returns."""
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -54,7 +47,7 @@ class Copies:
         target: torch.Tensor,  # [n] on the device
         name: str = "upload",
         after: torch.cuda.Event | None = None,
-    ) -> CopyWork:
+    ) -> StreamedWork:
         assert source.numel() == target.numel(), f"{name}: {source.numel()} elements into {target.numel()}"
         if self._motions is None:
             return self._copy(Lane.UPLOAD, source, target, name)
@@ -68,7 +61,7 @@ class Copies:
         target: torch.Tensor,  # [n] CPU, pinned for speed; undefined until the work is over
         name: str = "download",
         after: torch.cuda.Event | None = None,
-    ) -> CopyWork:
+    ) -> StreamedWork:
         assert source.numel() == target.numel(), f"{name}: {source.numel()} elements into {target.numel()}"
         if self._motions is None:
             return self._copy(Lane.DOWNLOAD, source, target, name)
@@ -97,7 +90,7 @@ class Copies:
         else:
             target.copy_(_shaped(source.to(self.device, non_blocking=True), target))
 
-    def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, name: str) -> CopyWork:
+    def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, name: str) -> StreamedWork:
         with self._timeline.span(lane, name, target.nbytes):
             target.copy_(source.view(target.shape))
         return _DONE

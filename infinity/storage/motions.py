@@ -13,7 +13,6 @@ import torch
 from infinity.errors import MoverError
 from infinity.kinds import Lane
 from infinity.storage.streams import OnStream
-from infinity.storage.work import Work
 from infinity.timeline import Timeline
 
 _ANCHOR_EVERY_S = 10.0
@@ -118,7 +117,7 @@ class Motions:
         return _Anchor(self._mark(self._idle), time.monotonic_ns())
 
 
-class Motion(Work):
+class Motion:
     """One of them. It holds its tensors until the stop event has happened."""
 
     def __init__(

@@ -26,6 +26,22 @@ class Work(Protocol):
         ...
 
 
+class StreamedWork(Work, Protocol):
+    """A motion behind which a stream can queue more."""
+
+    def sync_current_stream(self) -> None:
+        """Work queued from now on to the current stream runs after it. Blocks the host where there is no stream."""
+
+
+def follow(work: Work, timeout_s: float | None = None) -> None:
+    """What this thread does or queues from now on comes after the motion. Raises what went wrong with it, as far as the host knows."""
+    sync = getattr(work, "sync_current_stream", None)
+    if sync is None:
+        work.wait(timeout_s)
+    else:
+        sync()
+
+
 class CompletedWork:
     """Nothing had to move."""
 
