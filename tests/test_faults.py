@@ -435,7 +435,7 @@ def test_an_interrupt_while_a_thread_starts_a_fetch_itself(tmp_path, monkeypatch
         monkeypatch.setattr(scheduler, at, interrupted)
         with pytest.raises(KeyboardInterrupt), torch.no_grad():
             engine.model(batches(1)[0])
-        assert all(fetch.has_landed() or fetch in scheduler._queue for fetch in scheduler._fetches.values())
+        assert all(fetch.is_completed() or fetch in scheduler._queue for fetch in scheduler._fetches.values())
         with torch.no_grad():
             assert torch.equal(engine.model(batches(1)[0]), want)
         assert scheduler._used_bytes <= scheduler._budget_bytes

@@ -10,35 +10,22 @@ import torch
 from torch import Tensor
 
 from infinity.errors import MoverError
-from infinity.storage.work import Work
+from infinity.storage.work import Work, follow
 
 
-class Fetch:
-    """The state of one unit between the request and the release.
+class Parts:
+    """Pieces on their way that make one thing together: each is started by whoever can, and all are awaited at once.
 
-    Whoever starts it fills `flats` and adds works; a waiter first waits until everything has been started, then for the
-    works. On CUDA the last wait is the current stream's, not the host's.
+    A waiter first waits until everything has been started, then for the works; on CUDA the last wait is the current stream's, not the host's.
     """
 
-    def __init__(self, index: int, name: str, nbytes: int, changed: threading.Condition) -> None:
-        self.index, self.name, self.nbytes = index, name, nbytes
-        self.flats: list[Tensor] = []
-        self.borrowed: list[Tensor] = []
-        """Those of `flats` that are buffers for this visit; the others are where the unit rests."""
-        self.last_use: torch.cuda.Event | None = None
-        """When the compute stream is done with the buffers, of a unit that was released and kept for its next visit."""
-        self.asked_at: torch.cuda.Event | None = None
-        """On the stream of whoever asked, of a unit that is partly in HBM: an update of what rests there may still be queued before it."""
-        self.counted = False
-        """Its bytes are among those that the scheduler has given out."""
-        self.urgent = False
-        """A thread waits for it now."""
-        self.attached = False
-        """Handed to the hooks: it may not be given up."""
+    def __init__(self, name: str, changed: threading.Condition, deadline_s: float, is_alive: Callable[[], bool]) -> None:
+        """`changed`: one for all of a scheduler's, at most one thread waits. `is_alive`: whether those who start them still run."""
+        self.name = name
         self._works: list[Work] = []
         self._unstarted = 1
         self._error: BaseException | None = None
-        self._changed = changed  # one for all fetches of a scheduler: at most one thread waits
+        self._changed, self._deadline_s, self._is_alive = changed, deadline_s, is_alive
 
     def expect(self, parts: int) -> None:
         """`parts` more pieces will be started by somebody else."""
@@ -53,54 +40,82 @@ class Fetch:
             self._unstarted -= 1
             self._changed.notify_all()
 
-    def begun(self) -> list[Work]:
-        """What is under way by now."""
-        with self._changed:
-            return list(self._works)
-
     def fail(self, error: BaseException) -> None:
         """Every waiter, now and later, raises `error`."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
-    def has_landed(self) -> bool:
+    def is_completed(self) -> bool:
         """Nothing is in the air: the buffers may be given up, or used where it did not fail."""
         with self._changed:
             return self._error is not None or (self._unstarted == 0 and all([work.is_completed() for work in self._works]))
 
     def has_failed(self) -> bool:
-        """Nobody will get this unit."""
+        """Nobody will get this."""
         with self._changed:
             return self._error is not None or any(work.is_completed() and _is_broken(work) for work in self._works)
 
-    def wait(self, deadline_s: float, is_alive: Callable[[], bool]) -> None:
+    def sync_current_stream(self) -> None:
         """Block the host until all works exist; then make the current stream (CUDA) or the host (CPU) wait for them."""
-        stop = time.monotonic() + deadline_s
+        self._wait_started()
+        for work in self._works:
+            follow(work, self._deadline_s)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block the host until all works are over. Raises the first failure."""
+        self._wait_started()
+        for work in self._works:
+            work.wait(self._deadline_s if timeout_s is None else timeout_s)
+
+    def join(self) -> None:
+        """Block the host until nothing is in the air any more, however it went."""
+        stop = time.monotonic() + self._deadline_s
+        with self._changed:
+            while self._unstarted and self._error is None and self._is_alive() and time.monotonic() < stop:
+                self._changed.wait(timeout=min(1.0, self._deadline_s))
+        for work in self._works:
+            _is_broken(work, self._deadline_s)
+
+    def _wait_started(self) -> None:
+        stop = time.monotonic() + self._deadline_s
         with self._changed:
             while self._unstarted and self._error is None:
-                if not self._changed.wait(timeout=min(1.0, max(0.0, stop - time.monotonic()))) and (time.monotonic() >= stop or not is_alive()):
-                    state = "did not answer" if is_alive() else "is dead"
+                left_s = max(0.0, stop - time.monotonic())
+                if not self._changed.wait(timeout=min(1.0, left_s)) and (time.monotonic() >= stop or not self._is_alive()):
+                    state = "did not answer" if self._is_alive() else "is dead"
                     raise MoverError(
-                        f"unit {self.name!r} was not fetched within {deadline_s:g} s: the mover {state}. nvme.deadline_s sets the limit."
+                        f"unit {self.name!r} was not fetched within {self._deadline_s:g} s: the mover {state}. nvme.deadline_s sets the limit."
                     )
             if self._error is not None:
                 raise self._error
-        for work in self._works:
-            sync = getattr(work, "sync_current_stream", None)
-            if sync is None:
-                work.wait(deadline_s)
-            else:
-                sync()
 
-    def join(self, deadline_s: float, is_alive: Callable[[], bool]) -> None:
-        """Block the host until nothing is in the air any more, however it went."""
-        stop = time.monotonic() + deadline_s
-        with self._changed:
-            while self._unstarted and self._error is None and is_alive() and time.monotonic() < stop:
-                self._changed.wait(timeout=min(1.0, deadline_s))
-        for work in self._works:
-            _is_broken(work, deadline_s)
+
+class Fetch(Parts):
+    """One unit on its way to the compute device, from the request to the release. Whoever starts it fills `flats` and adds works."""
+
+    def __init__(self, index: int, name: str, nbytes: int, changed: threading.Condition, deadline_s: float, is_alive: Callable[[], bool]) -> None:
+        super().__init__(name, changed, deadline_s, is_alive)
+        self.index, self.nbytes = index, nbytes
+        self.flats: list[Tensor] = []
+        self.borrowed: list[Tensor] = []
+        """Those of `flats` that are buffers for this visit; the others are where the unit rests."""
+        self.shards = Parts(name, changed, deadline_s, is_alive)
+        """What this rank brings of the unit, where the parts of the unit itself are gathers."""
+        self.last_use: torch.cuda.Event | None = None
+        """When the compute stream is done with the buffers, of a unit that was released and kept for its next visit."""
+        self.asked_at: torch.cuda.Event | None = None
+        """On the stream of whoever asked, of a unit that comes from HBM: an update of what rests there may still be queued before it."""
+        self.counted = False
+        """Its bytes are among those that the scheduler has given out."""
+        self.urgent = False
+        """A thread waits for it now."""
+        self.attached = False
+        """Handed to the hooks: it may not be given up."""
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        self.shards.fail(error)
 
 
 def _is_broken(work: Work, deadline_s: float | None = None) -> bool:

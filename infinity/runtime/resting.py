@@ -40,8 +40,8 @@ class RestingUnit:
     flats: Sequence[RestingFlat]
     visit_bytes: int
     """Of the buffers that a visit takes on the compute device: what is not used in place."""
-    is_split: bool
-    """A flat buffer that is put together for each visit has chunks at rest in HBM."""
+    is_copied: bool
+    """A flat buffer that is put together for each visit comes from HBM, all of it or some chunks."""
     is_near: bool
     """Everything rests in HBM, or in pinned memory beside it: to start a visit is to queue copies."""
 
@@ -54,13 +54,13 @@ def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: in
     """What the store, which has been built or reopened, holds of the unit."""
     flats = [_resting_flat(unit.layout.index, f, layout, store, device, chunk_numel, share) for f, layout in enumerate(unit.layout.flats)]
     away = [flat.layout for flat in flats if not flat.is_in_place]
-    cut = [store.tier(key) for flat in flats if flat.whole is None for key, _ in flat.chunks]
+    tiers = [store.tier(key) for flat in flats if not flat.is_in_place for key, _ in flat.chunks]
     return RestingUnit(
         layout=unit.layout,
         flats=flats,
         visit_bytes=sum(footprint(layout.nbytes, device) for layout in away),
-        is_split=Tier.HBM in cut,
-        is_near=device.type == "cuda" and Tier.NVME not in cut,
+        is_copied=Tier.HBM in tiers,
+        is_near=device.type == "cuda" and Tier.NVME not in tiers,
     )
 
 

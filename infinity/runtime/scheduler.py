@@ -22,7 +22,7 @@ from infinity.runtime.buffers import Buffers
 from infinity.runtime.collector import Collector
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.descent import Descent
-from infinity.runtime.fetches import Fetch, Retired
+from infinity.runtime.fetches import Fetch, Parts, Retired
 from infinity.runtime.resting import resting_unit
 from infinity.runtime.states import States
 from infinity.runtime.trace import Trace
@@ -38,6 +38,7 @@ from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
 from infinity.storage.slabs import SlabPool
 from infinity.storage.store import Store
+from infinity.storage.work import Work
 
 EVENT_POLL_S = 0.0005
 """How often the mover looks whether a buffer that it needs back is not in use any more."""
@@ -145,12 +146,12 @@ class Scheduler:
         return fetch.flats
 
     def _wait_for(self, fetch: Fetch) -> None:
-        if fetch.has_landed():
-            fetch.wait(self._deadline_s, self._is_alive)
+        if fetch.is_completed():
+            fetch.sync_current_stream()
         else:
             lane = Lane.COMM if self._gathers else Lane.UPLOAD if self._cuda else Lane.NVME_READ
             with self._movers.clock.waiting(lane, fetch.name):
-                fetch.wait(self._deadline_s, self._is_alive)
+                fetch.sync_current_stream()
 
     def _abandon(self, fetch: Fetch) -> None:
         """It failed, or an interrupt came first: the hooks do not have it, and whoever asks again starts afresh."""
@@ -178,9 +179,10 @@ class Scheduler:
 
     def _retire(self, fetch: Fetch) -> None:
         """What happens to the buffers is up to those who hold views of them: nobody else gets this memory as long as they do."""
-        if self._cuda and fetch.nbytes:
+        if self._cuda:
             for flat in fetch.borrowed:
                 flat.record_stream(torch.cuda.current_stream(self._device))
+        if self._cuda and fetch.nbytes and not self._gathers:  # ranks must agree on what has room, and not on how far their streams are
             assert fetch.last_use is not None
             self._retired.append(Retired(fetch, fetch.last_use))
             del self._fetches[fetch.index]
@@ -231,7 +233,7 @@ class Scheduler:
                 del self._fetches[fetch.index]
             stale = [fetch for fetch in self._fetches.values() if not fetch.attached]
         for fetch in stale:
-            fetch.join(self._deadline_s, self._is_alive)
+            fetch.join()
         self._movers.copies.wait_for_uploads(self._deadline_s)  # of units long released too: the update writes what they read
         with self._changed:
             for fetch in stale:
@@ -335,8 +337,8 @@ class Scheduler:
 
     def _request(self, index: int) -> Fetch:
         resting = self._resting[index]
-        fetch = Fetch(index, resting.name, resting.visit_bytes, self._landing)
-        if resting.is_split:
+        fetch = Fetch(index, resting.name, resting.visit_bytes, self._landing, self._deadline_s, self._is_alive)
+        if resting.is_copied:
             fetch.asked_at = torch.cuda.current_stream(self._device).record_event()
         self._fetches[index] = fetch
         try:
@@ -364,7 +366,7 @@ class Scheduler:
         ahead = [other for other in self._fetches.values() if not other.attached and other is not fetch and other.nbytes]
         while ahead and not self._has_room(fetch):
             other = ahead.pop()
-            other.join(self._deadline_s, self._is_alive)
+            other.join()
             self._give_up(other)
         if not self._has_room(fetch):
             if self._used_bytes + fetch.nbytes > self._budget_bytes + self._spare_bytes:
@@ -428,7 +430,7 @@ class Scheduler:
         """Give up what was fetched ahead, last asked first; wait for buffers that the stream still reads; take what the budget has left over."""
         begun = [other for other in self._fetches.values() if not other.attached and other.nbytes and other not in self._queue]
         for other in reversed(begun):
-            if other.has_landed():
+            if other.is_completed():
                 self._give_up(other)
                 if self._has_room(fetch):
                     return True
@@ -494,7 +496,7 @@ class Scheduler:
 
     def _begin(self, fetch: Fetch) -> None:
         """Allocate the unit's buffers and start everything towards them. What rests where it is used is used in place."""
-        resting = self._resting[fetch.index]
+        resting, parts = self._resting[fetch.index], fetch.shards if self._gathers else fetch
         for flat in resting.flats:
             if flat.is_in_place:
                 assert flat.whole is not None
@@ -504,29 +506,37 @@ class Scheduler:
             fetch.borrowed.append(target)
             fetch.flats.append(target)
             if flat.whole is not None:
-                fetch.expect(1)
-                kept = target[flat.kept.start : flat.kept.stop]
-                fetch.started(self._movers.copies.upload(flat.whole, kept, resting.name))
+                parts.expect(1)
+                parts.started(self._copy(fetch, flat.whole, target[flat.kept.start : flat.kept.stop]))
             else:
                 for key, interval in flat.chunks:
-                    self._start(fetch, key, _bytes_of(target, interval))
+                    self._start(fetch, parts, key, _bytes_of(target, interval))
         if self._gathers:
-            for f, target in enumerate(fetch.borrowed):
-                fetch.expect(1)
-                fetch.started(self._movers.ranks.gather(target, resting.layout.flat_name(f), after=fetch.begun()))
+            self._gather(fetch)
         fetch.started()
 
-    def _start(self, fetch: Fetch, key: ChunkKey, target: Tensor) -> None:
+    def _gather(self, fetch: Fetch) -> None:
+        """Everybody's shards, once this rank's have come: some of them are started later, by the uploader."""
+        fetch.shards.started()
+        for f, target in enumerate(fetch.borrowed):
+            fetch.expect(1)
+            fetch.started(self._movers.ranks.gather(target, self._resting[fetch.index].layout.flat_name(f), after=[fetch.shards]))
+
+    def _start(self, fetch: Fetch, parts: Parts, key: ChunkKey, target: Tensor) -> None:
         store = self._movers.store
         resident = store.resident(key)
-        fetch.expect(1)
+        parts.expect(1)
         if resident is not None:
-            after = fetch.asked_at if resident.device == self._device else None  # else the copy overtakes the update
-            fetch.started(self._movers.copies.upload(resident[: target.numel()], target, after=after))
+            parts.started(self._copy(fetch, resident[: target.numel()], target))
         elif self._uploader is None:
-            fetch.started(store.fetch(key, target))
+            parts.started(store.fetch(key, target))
         else:
-            self._uploader.bring(fetch, key, target)
+            self._uploader.bring(parts, key, target)
+
+    def _copy(self, fetch: Fetch, resident: Tensor, target: Tensor) -> Work:
+        """From where it rests in memory. What rests in HBM is copied after the update that may be queued, or it would overtake that."""
+        after = fetch.asked_at if resident.device == self._device else None
+        return self._movers.copies.upload(resident, target, fetch.name, after=after)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A unit's buffer, counted already; what is idle beside it stays within the budget."""

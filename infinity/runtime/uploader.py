@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infinity.runtime.fetches import Fetch
+from infinity.runtime.fetches import Parts
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.copies import Copies
 from infinity.storage.reserve import Reserve
@@ -22,7 +22,7 @@ from infinity.storage.work import Work
 class _Upload:
     """A chunk that is being read into a staging buffer and goes on to `target`."""
 
-    fetch: Fetch
+    parts: Parts
     read: Work
     staged: Tensor
     target: Tensor
@@ -38,10 +38,10 @@ class Uploader:
         self.thread = threading.Thread(target=self._run, name="infinity-uploader", daemon=True)
         self.thread.start()
 
-    def bring(self, fetch: Fetch, key: ChunkKey, target: Tensor) -> None:
-        """Start reading a chunk that will go on to `target`, uint8 on the device. Waits for a staging buffer."""
+    def bring(self, parts: Parts, key: ChunkKey, target: Tensor) -> None:
+        """Start reading a chunk that will go on to `target`, uint8 on the device, as one of `parts`. Waits for a staging buffer."""
         buffer = self._staging.borrow(self._deadline_s)
-        self._uploads.put(_Upload(fetch, self._store.fetch(key, buffer), buffer, target))
+        self._uploads.put(_Upload(parts, self._store.fetch(key, buffer), buffer, target))
 
     def fail(self, error: BaseException) -> None:
         """Nobody waits for staging any more: whoever does raises `error`."""
@@ -60,6 +60,7 @@ class Uploader:
             torch.cuda.set_device(self._copies.device)
             self._forward()
         except BaseException as error:
+            self.fail(error)  # first: who waits for staging may hold what the next line needs
             self._on_death(error)
 
     def _forward(self) -> None:
@@ -77,7 +78,7 @@ class Uploader:
                 return
             item.read.wait(self._deadline_s)
             upload = self._copies.upload(item.staged[: item.target.numel()], item.target)
-            item.fetch.started(upload)
+            item.parts.started(upload)
             if before is not None:
                 self._hand_back(*before)
             before = (upload, item.staged)
