@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from infinity import native
 from infinity.config import Config
+from infinity.device import choose_device
 from infinity.errors import ConfigError
 from infinity.functions import load_function
 from infinity.kinds import Tier
 from infinity.optim.chunks import Address
 from infinity.optim.optimizer import checked_groups
-from infinity.planner.hardware import Hardware, choose_device, survey
+from infinity.planner.hardware import Hardware, survey
 from infinity.planner.plan import Plan
 from infinity.planning import Site, is_for, plan_units
 from infinity.runtime.builder import build_in
@@ -66,9 +67,7 @@ class Prepared:
 
 def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool: native.ThreadPool, ranks: Ranks, *, goes_on: bool) -> Prepared:
     """Build the model, divide it and plan. `goes_on`: a published run keeps its chunks. Raises ConfigError, CapacityError, StorageError."""
-    device = choose_device(config.device)
-    if device.type == "cuda" and ranks.world_size > 1:
-        raise ConfigError(f'device is "{device}": {ranks.world_size} ranks compute on CPUs so far. Start one process, or set device = "cpu"')
+    device = choose_device(config.device) if ranks.world_size == 1 else ranks.device
     share = share_of(config, ranks.rank, ranks.world_size)
     paths = check_paths(config, ranks.here)
     before = held_now(device)
@@ -106,8 +105,8 @@ class Preview:
 
 def preview(model: Model, config: Config) -> Preview:
     """As `prepare`, without values: of one rank, where there are several."""
-    device = choose_device(config.device)
-    here, share = planned_here(), share_of(config, 0, planned_ranks())
+    here = planned_here()
+    device, share = choose_device(config.device, rank_here=here.rank, ranks_here=here.size), share_of(config, 0, planned_ranks())
     paths = check_paths(config, here)
     units = preview_units(model, config, share.world_size)
     with native.ThreadPool(adam_threads(config, here)) as pool:

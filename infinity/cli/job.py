@@ -55,7 +55,7 @@ class Job:
 def join_job(path: Path, words: Sequence[str], *, log_all: bool) -> Iterator[Job]:
     """Read the configuration and join the ranks that torchrun started. Raises ConfigError where it cannot be read, RankError on the other ranks."""
     config, error = _read(path, words)
-    ranks = join_ranks(config.device, timeout_s=config.zero.timeout_s, timeline=Timeline())
+    ranks = join_ranks("cpu", timeout_s=config.zero.timeout_s, timeline=Timeline())
     try:
         with ranks.all_or_none("reading the configuration"):
             if error is not None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from infinity.config import Config
+from infinity.device import choose_device
 from infinity.doctor.finding import Finding, failure, ok, warning
 from infinity.doctor.system import System, read_number, read_text
 from infinity.errors import CapacityError, ConfigError
-from infinity.planner.hardware import choose_device, measure_copies
+from infinity.planner.hardware import measure_copies
 from infinity.sizes import format_bytes, format_rate
 
 TORCH = "torch"

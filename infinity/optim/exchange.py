@@ -24,6 +24,7 @@ from infinity.sharding.share import Share
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.slabs import SlabPool
 from infinity.storage.store import Store
+from infinity.storage.stream_work import stream_work
 from infinity.storage.work import Work, join
 from infinity.timeline import Timeline
 
@@ -183,7 +184,8 @@ class Exchange:
         values, loan = self._open(flat, Group.PARAM, flat.layout.dtype)
         own = [] if loan is None else [(key, run) for key, run in flat.params if self._is_own(flat, run)]
         reads = [self._store.fetch(key, values[run.start : run.stop].view(torch.uint8)) for key, run in own]
-        return _Full(flat, values, loan, self._ranks.gather(values, f"the new {flat.name}", after=reads))
+        after = [stream_work(values.device), *reads]
+        return _Full(flat, values, loan, self._ranks.gather(values, f"the new {flat.name}", after=after))
 
     def _settle(self, full: _Full) -> None:
         """The others' parts go to rest."""

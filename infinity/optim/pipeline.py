@@ -19,9 +19,9 @@ from infinity.optim.grads import GradSet
 from infinity.optim.promise import Promise
 from infinity.optim.ring import Ring
 from infinity.optim.staging import Homes, Staging
-from infinity.optim.stream_work import stream_work
 from infinity.storage.copies import Copies
 from infinity.storage.store import Store
+from infinity.storage.stream_work import stream_work
 from infinity.storage.tiers import Pools
 from infinity.storage.work import COMPLETED, Work, join
 from infinity.timeline import Timeline

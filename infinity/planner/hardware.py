@@ -12,7 +12,6 @@ import psutil
 import torch
 
 from infinity import native
-from infinity.errors import ConfigError
 from infinity.sizes import MiB
 from infinity.storage.slabs import SlabPool
 
@@ -34,18 +33,6 @@ class Hardware:
     """Bytes per second from pinned memory; 0 without CUDA."""
     adam_rate: float
     """Elements per second that the CPU kernel updates."""
-
-
-def choose_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one. Raises ConfigError for a GPU that is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        seen = f"{count} CUDA devices" if count else "no CUDA device"
-        raise ConfigError(f'device = "{name}", but torch sees {seen} here. Write "auto", "cpu" or another number')
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
 def survey(device: torch.device, pool: native.ThreadPool) -> Hardware:

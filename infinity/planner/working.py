@@ -16,6 +16,7 @@ from infinity.planner.place import STATE_BYTES, Piece, Placement, Wish, element_
 from infinity.sharding.layout import UnitLayout
 from infinity.sharding.share import Share
 from infinity.storage import publish
+from infinity.storage.chunks import FlatGroup, flat_group_of
 from infinity.storage.slabs import footprint, slab_bytes
 
 ON_THEIR_WAY = "gradients on their way"
@@ -98,12 +99,17 @@ def _gradients(job: Job) -> Iterator[Working]:
 
 def _exchange(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
     """Flat buffers that are whole on every rank, and on their way between ranks around an update: those that do not rest in one piece."""
-    share, sizes = job.share, [0]
+    share = job.share
     exchanged = {Group.PARAM: share.is_sharded(Group.OPTIMIZER) and not share.is_sharded(Group.PARAM), Group.GRAD: not share.is_sharded(Group.GRAD)}
+    tiers: dict[FlatGroup, set[Tier]] = {}
+    sizes: dict[FlatGroup, int] = {}
     for piece in chunks:
-        if not share.is_alone and piece.flat.trainable and exchanged.get(piece.key.group) and placement[piece.key] is not job.compute:
-            sizes.append(piece.flat.numel * element_bytes(piece.flat, piece.key.group, job.wish.accumulates))
-    yield Working(name="buffers between ranks", tier=job.compute, nbytes=BUFFERS * slab_bytes(max(sizes)))
+        if not share.is_alone and piece.flat.trainable and exchanged.get(piece.key.group):
+            flat_group = flat_group_of(piece.key)
+            tiers.setdefault(flat_group, set()).add(placement[piece.key])
+            sizes[flat_group] = piece.flat.numel * element_bytes(piece.flat, piece.key.group, job.wish.accumulates)
+    in_pieces = [nbytes for flat_group, nbytes in sizes.items() if len(tiers[flat_group]) > 1 or Tier.NVME in tiers[flat_group]]
+    yield Working(name="buffers between ranks", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(max(in_pieces, default=0)))
 
 
 def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:

@@ -32,12 +32,12 @@ class _HostMark:
 
 
 class _StreamMark:
-    """An instant on the current CUDA stream; its time is known once the event has completed."""
+    """An instant on the device's current stream; its time is known once the event has completed."""
 
-    def __init__(self, anchor: torch.cuda.Event, anchor_ns: int) -> None:
+    def __init__(self, device: torch.device, anchor: torch.cuda.Event, anchor_ns: int) -> None:
         self._anchor, self._anchor_ns = anchor, anchor_ns
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(device.index))
 
     def time_ns(self) -> int | None:
         if not self._event.query():  # type: ignore[no-untyped-call]
@@ -54,14 +54,14 @@ class ComputeClock:
 
     def __init__(self, timeline: Timeline, device: torch.device) -> None:
         self._timeline = timeline
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._open: tuple[str, Mark] | None = None
         self._unresolved: list[tuple[str, Lane | None, Mark, Mark]] = []
         self._lock = threading.Lock()
         if self._cuda:
             torch.cuda.synchronize(device)
             self._anchor = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._anchor.record()
+            self._anchor.record(torch.cuda.current_stream(device.index))
             self._anchor.synchronize()
             self._anchor_ns = time.monotonic_ns()
         timeline.resolvers.append(self._resolve)
@@ -91,7 +91,7 @@ class ComputeClock:
             self._keep(phase, None, start, self._mark())
 
     def _mark(self) -> Mark:
-        return _StreamMark(self._anchor, self._anchor_ns) if self._cuda else _HostMark()
+        return _StreamMark(self._device, self._anchor, self._anchor_ns) if self._cuda else _HostMark()
 
     def _keep(self, name: str, stalled_for: Lane | None, start: Mark, stop: Mark) -> None:
         with self._lock:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,7 +19,15 @@ from infinity.sharding.share import Share
 from infinity.storage.budget import Budget
 from infinity.storage.slabs import SlabPool, footprint
 from infinity.storage.store import Store
-from infinity.storage.work import Work
+from infinity.storage.work import Work, follow
+
+
+@dataclass(frozen=True, slots=True)
+class _Reducing:
+    """A collective under way, and what to call once nobody uses its tensor any more."""
+
+    work: Work
+    give: Callable[[], None]
 
 
 class Descent:
@@ -43,8 +53,8 @@ class Descent:
         self._budget = Budget(Tier.HBM if device.type == "cuda" else Tier.CPU, budget_bytes)
         self._lane = Lane.NVME_WRITE if store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
         self._deadline_s = deadline_s
-        self._reducing: list[Work] = []
-        """Collectives of this pass."""
+        self._reducing: deque[_Reducing] = deque()
+        """Collectives of this pass that are not known to be over, oldest first."""
         self._is_broken_off = False
 
     def buffer(self, unit: Unit, flat: int) -> Tensor:
@@ -68,7 +78,7 @@ class Descent:
         if self._is_broken_off:
             return
         nbytes = footprint(grad.nbytes, self._device)
-        self._grads.let_go()
+        self._let_go()
         if not self._budget.try_take(nbytes):
             self._wait_for_room(nbytes, unit.name)
         layout = unit.layout.flats[flat]
@@ -78,12 +88,20 @@ class Descent:
             if self._share.is_sharded(Group.GRAD):
                 give = _once_both_are_done(partial(self._budget.give, nbytes))  # the shard has landed; the collective has let go of the rest
                 name, then = unit.layout.flat_name(flat), partial(arrive, on_release=give)
-                self._reducing.append(self._ranks.reduce(grad, present, len(layout.slots), name, then, on_end=give))
+                self._reducing.append(_Reducing(self._ranks.reduce(grad, present, len(layout.slots), name, then), give))
             else:
                 arrive(grad, present, on_release=partial(self._budget.give, nbytes))
         except BaseException:
             self._budget.give(nbytes)  # it was not taken over
             raise
+
+    def _let_go(self) -> None:
+        """Of what is over by now. Never waits."""
+        self._grads.let_go()
+        while self._reducing and self._reducing[0].work.is_completed():
+            oldest = self._reducing.popleft()
+            oldest.work.wait()  # no longer than it takes to raise
+            oldest.give()
 
     def _wait_for_room(self, nbytes: int, name: str) -> None:
         """Take `nbytes` of what gradients on their way may hold. Raises RankError where one of them waits for a rank that is lost."""
@@ -91,19 +109,14 @@ class Descent:
             while self._grads.land_oldest():
                 if self._budget.try_take(nbytes):
                     return
-        for work in self._reducing:
-            self._wait_for_ranks(work, name)
+        while self._reducing:
+            with self._clock.waiting(Lane.COMM, name):
+                self._reducing[0].work.wait()
+            self._let_go()
             if self._budget.try_take(nbytes):
                 return
         with self._clock.waiting(self._lane, name):
             self._budget.take(nbytes, f"the gradient of {name}", self._deadline_s)
-
-    def _wait_for_ranks(self, work: Work, name: str) -> None:
-        if work.is_completed():
-            work.wait()
-        else:
-            with self._clock.waiting(Lane.COMM, name):
-                work.wait()
 
     def break_off(self) -> None:
         """The pass has raised on this rank. Where ranks reduce nothing more of it goes down: the others learn why from the end of this rank's
@@ -111,11 +124,13 @@ class Descent:
         self._is_broken_off = self._share.is_sharded(Group.GRAD)
 
     def end(self) -> None:
-        """The pass is over: from here on all ranks know the same gradients."""
+        """The pass is over: from here on all ranks know the same gradients, and the current stream comes after them."""
         self._is_broken_off = False
-        reducing, self._reducing = self._reducing, []
-        for work in reducing:
-            self._wait_for_ranks(work, "the last gradients")
+        for reducing in self._reducing:
+            if not reducing.work.is_completed():
+                with self._clock.waiting(Lane.COMM, "the last gradients"):
+                    follow(reducing.work)
+        self._let_go()
 
     def drop(self) -> None:
         """Forget every gradient that came down since the last step."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from infinity.device import choose_device
 from infinity.errors import ConfigError
 from infinity.timeline import this_host
+
+logger = logging.getLogger("infinity")
+
+T = TypeVar("T")
 
 COLLECTIVE = 2
 """Timeouts after which a collective gives up: by then the watch has named who is dead, also where others have waited for it before it died."""
@@ -34,13 +40,22 @@ class Groups:
     """Of an engine's own: the program's collectives come from other threads, and would come in between."""
 
     everyone: Any
-    """torch.distributed process groups, as are the next two."""
+    """A torch.distributed process group, as are the next two; this one for tensors on the CPU alone."""
     shards: Any
     """The ranks that split every flat buffer between them, in its order."""
     replicas: Any
     """The ranks that keep the same shard; None where each shard is kept once."""
     here: Here
     """This rank among those of its machine."""
+    device: torch.device
+    """On which it computes. Where that is a GPU, `shards` and `replicas` connect tensors there too."""
+    uses_nccl: bool
+
+    def abort(self) -> None:
+        """End what is queued on GPUs: it waits for a rank that is lost, and every stream behind it waits too. Its results are undefined."""
+        if self.uses_nccl:
+            for group in {self.shards, self.replicas} - {None}:
+                group._get_backend(self.device).abort()
 
 
 def planned_here() -> Here:
@@ -78,7 +93,7 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None
-        _make_world(device, timeout_s)
+        _make_world(timeout_s)
     world_size = dist.get_world_size()
     if world_size == 1:
         return None
@@ -86,37 +101,95 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
     limit = timedelta(seconds=COLLECTIVE * timeout_s)
     everyone = dist.new_group(backend="gloo", timeout=limit)
     here = _meet(everyone, size)
-    if size == world_size:
-        return Groups(everyone, everyone, None, here)
-    shards = _mine([range(start, start + size) for start in range(0, world_size, size)], limit)
-    replicas = _mine([range(start, world_size, size) for start in range(size)], limit)
-    return Groups(everyone, shards, replicas, here)
+    own, backend = _choose_devices(everyone, device, here)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)  # of the program's thread: "cuda" is this one from here on
+    if size == world_size and backend == "gloo":
+        return Groups(everyone, everyone, None, here, own, uses_nccl=False)
+    shards = _mine([range(start, start + size) for start in range(0, world_size, size)], backend, limit)
+    replicas = None if size == world_size else _mine([range(start, world_size, size) for start in range(size)], backend, limit)
+    groups = Groups(everyone, shards, replicas, here, own, uses_nccl="nccl" in backend)
+    _connect(groups)
+    return groups
 
 
 def _meet(everyone: Any, size: int) -> Here:
     """Who is on this machine. Raises ConfigError, on all ranks, where they would make different groups."""
-    mine, told = this_host(), [("", 0)] * dist.get_world_size(everyone)
-    dist.all_gather_object(told, (mine, size), group=everyone)
+    told = _tell(everyone, (this_host(), size))
     hosts, sizes = [host for host, _ in told], [other for _, other in told]
     other = first_other(sizes)
     if other is not None:
         raise ConfigError(f"zero.shard_group differs between ranks: {sizes[0]} on rank 0, {sizes[other]} on rank {other}. Give every rank the same")
-    return Here(hosts[: dist.get_rank(everyone)].count(mine), hosts.count(mine))
+    rank = dist.get_rank(everyone)
+    return Here(hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
 
 
-def _mine(members: Sequence[Sequence[int]], limit: timedelta) -> Any:
+class _Found(NamedTuple):
+    """The device of one rank, or why it has none."""
+
+    kind: str
+    card: str
+    """Of a GPU: which one in the world."""
+    error: str
+
+
+def _choose_devices(everyone: Any, name: str, here: Here) -> tuple[torch.device, str]:
+    """Where this rank computes, and torch's name for what connects tensors there. Raises ConfigError, on all ranks, where they do not match."""
+    device = torch.device("cpu")
+    try:
+        device = choose_device(name, rank_here=here.rank, ranks_here=here.size)
+        found = _Found(device.type, _card(device), "")
+    except ConfigError as error:
+        found = _Found("", "", str(error))
+    told = _tell(everyone, found)
+    errors = [f"{other.error} (rank {rank})" for rank, other in enumerate(told) if other.error]
+    if errors:
+        raise ConfigError(errors[0])
+    other = first_other([found.kind for found in told])
+    if other is not None:
+        raise ConfigError(f'device = "{name}" is {told[0].kind} on rank 0 and {told[other].kind} on rank {other}. Write "cpu", or "cuda"')
+    if device.type == "cpu":
+        return device, "gloo"
+    cards = [found.card for found in told]
+    twins = [rank for rank, card in enumerate(cards) if cards.count(card) > 1]
+    if twins:
+        logger.warning("ranks %s compute on one GPU: they exchange tensors through CPU memory, slowly. Start one process per GPU", twins)
+    return device, f"cpu:gloo,cuda:{'gloo' if twins else 'nccl'}"
+
+
+def _card(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _tell(everyone: Any, mine: T) -> list[T]:
+    """What each rank has, by rank."""
+    told: list[Any] = [mine] * dist.get_world_size(everyone)
+    dist.all_gather_object(told, mine, group=everyone)
+    return told
+
+
+def _mine(members: Sequence[Sequence[int]], backend: str, limit: timedelta) -> Any:
     """Of these groups, which every rank makes in the same order, the one that this rank is in."""
-    groups = [dist.new_group(list(ranks), backend="gloo", timeout=limit) for ranks in members]
+    groups = [dist.new_group(list(ranks), backend=backend, timeout=limit) for ranks in members]
     return next(group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
 
 
-def _make_world(device: str, timeout_s: float) -> None:
+def _connect(groups: Groups) -> None:
+    """GPUs are connected by their first collective, which takes memory there: now, before anybody asks how much is free."""
+    if groups.uses_nccl:
+        for group in (groups.shards, groups.replicas):
+            if group is not None:
+                dist.all_reduce(torch.zeros(1, device=groups.device), group=group)
+        torch.cuda.synchronize(groups.device)
+
+
+def _make_world(timeout_s: float) -> None:
     wanted = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     missing = [name for name, value in wanted.items() if value is None]
     if missing:
         raise ConfigError(f"WORLD_SIZE is {wanted['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the ranks with torchrun")
     try:
-        uses_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-        dist.init_process_group("nccl" if uses_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except Exception as error:
         raise ConfigError(f"no process group of {wanted['WORLD_SIZE']} ranks at {wanted['MASTER_ADDR']}:{wanted['MASTER_PORT']}: {error}") from error

@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +18,9 @@ from infinity.errors import ClosedError, InfinityError, MoverError, RankError, T
 from infinity.kinds import Lane
 from infinity.sharding.groups import COLLECTIVE
 from infinity.sharding.watch import FAILED, SharedStore, Watch
-from infinity.storage.work import Work
+from infinity.storage.motions import Motion, Motions
+from infinity.storage.streams import OnStream
+from infinity.storage.work import Work, follow
 from infinity.timeline import Timeline
 
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,6 +35,8 @@ PATIENCE = 1.25
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
 """Between two looks at who has come."""
 
+_CPU = torch.device("cpu")
+
 T = TypeVar("T")
 Operation = Callable[[], object]
 
@@ -41,35 +46,57 @@ def longest_wait_s(timeout_s: float) -> float:
     return 3 * COLLECTIVE * timeout_s
 
 
-class RankWork(Work):
-    """A collective that waits for its turn, or for other ranks."""
+class RankWork:
+    """A collective that waits for its turn, or for other ranks; of tensors on a GPU, then for its stream."""
 
     def __init__(self, name: str, limit_s: float | None) -> None:
         """`limit_s`: after which its end would have been told by the ranks' own timeout; None where a rank may take as long as it needs."""
         self.name, self._limit_s = name, limit_s
-        self._over = threading.Event()
+        self._has_begun = threading.Event()
+        """The host is done with it: it is over, or queued as `motion`."""
+        self._motion: Motion | None = None
         self._error: BaseException | None = None
 
-    def end(self, error: BaseException | None = None) -> None:
-        """The first end counts."""
-        if not self._over.is_set():
+    def begin(self, motion: Motion | None) -> None:
+        """The host is done with it, and the device will be once the motion is over."""
+        self._motion = motion
+        self._has_begun.set()
+
+    def fail(self, error: BaseException) -> None:
+        """It will not come, unless it is over. The first failure counts."""
+        if not self.is_completed():
             self._error = error
-            self._over.set()
+            self._has_begun.set()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Other ranks may take their time: no deadline of this machine's movers is shorter than the ranks' timeout."""
         limit_s = None if self._limit_s is None else max(timeout_s or 0.0, self._limit_s)
-        if not self._over.wait(limit_s):
+        self._wait_begun(limit_s)
+        if self._motion is not None:
+            self._motion.wait(limit_s)
+            self._check()
+
+    def is_completed(self) -> bool:
+        return self._has_begun.is_set() and (self._error is not None or self._motion is None or self._motion.is_completed())
+
+    def sync_current_stream(self) -> None:
+        """Waits for the other ranks' hosts, and has the stream wait for their devices."""
+        self._wait_begun(self._limit_s)
+        if self._motion is not None:
+            self._motion.sync_current_stream()
+
+    def _wait_begun(self, limit_s: float | None) -> None:
+        if not self._has_begun.wait(limit_s):
             raise MoverError(f"{self.name} was not over after {limit_s:g} s, and nobody said why")
+        self._check()
+
+    def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def is_completed(self) -> bool:
-        return self._over.is_set()
-
-    def is_over_within(self, seconds: float) -> bool:
-        """As `is_completed`, after at most so long."""
-        return self._over.wait(seconds)
+    def fails_within(self, seconds: float) -> bool:
+        """Whether it does, of one that the host is not done with."""
+        return self._has_begun.wait(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +112,31 @@ class _Asked:
     """The process group whose ranks do it together."""
     is_patient: bool
     """It begins once every rank has come to it, however long that takes."""
-    on_end: Callable[[], None]
-    """Called once nothing here holds its tensors any more."""
+    first: Callable[[], object]
+    """What the ranks' hosts tell each other before it."""
+    on_device: bool
+    """Its tensors are on the GPU."""
+    holds: Sequence[torch.Tensor]
+    """Of those, what the device still needs when everybody else has let go."""
 
 
 class Issuer:
     """The thread, and what has been asked of it. After an error every further call raises the same one."""
 
-    def __init__(self, store: SharedStore, *, rank: int, world_size: int, timeout_s: float, timeline: Timeline) -> None:
-        self._rank, self._timeout_s, self._timeline = rank, timeout_s, timeline
+    def __init__(
+        self,
+        store: SharedStore,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        timeline: Timeline,
+        device: torch.device = _CPU,
+        abort: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`abort` ends what is queued on `device` and would wait for a lost rank for ever."""
+        self._rank, self._timeout_s, self._timeline, self._device, self._abort = rank, timeout_s, timeline, device, abort
+        self._motions = Motions(device, timeline, (Lane.COMM,)) if device.type == "cuda" else None
         self._begun = 0
         self._error: InfinityError | None = None
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
@@ -112,15 +155,17 @@ class Issuer:
         *,
         after: Sequence[Work] = (),
         is_patient: bool = False,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> Work:
+        first: Callable[[], object] = lambda: None,
+        on_device: bool = False,
+        holds: Sequence[torch.Tensor] = (),
+    ) -> RankWork:
         """Put a collective of the process group `among` into the queue. Raises what a rank was lost with."""
         work = RankWork(name, None if is_patient else longest_wait_s(self._timeout_s))
         with self._lock:
             if self._error is not None:
                 raise self._error
             self._waiting[work] = None
-        self._asked.put(_Asked(work, operation, nbytes, after, among, is_patient, on_end))
+        self._asked.put(_Asked(work, operation, nbytes, after, among, is_patient, first, on_device, holds))
         return work
 
     def close(self) -> bool:
@@ -129,42 +174,68 @@ class Issuer:
         self._thread.join(0 if self._error is not None else self._timeout_s)
         self._watch.close()
         self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
+        if self._motions is not None:
+            with suppress(MoverError):
+                self._motions.close(self._timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         while (asked := self._asked.get()) is not None:
             work = asked.work
             if work.is_completed():  # a rank was lost before its turn
                 continue
-            error, on_end = self._do(asked), asked.on_end
+            outcome = self._do(asked)
             del asked  # the tensors are whose they were
-            if error is not None:
-                self.lose(error)
-                continue
-            on_end()
-            with self._lock:
-                self._waiting.pop(work, None)
-            work.end()
+            if isinstance(outcome, InfinityError):
+                self.lose(outcome)
+            else:
+                work.begin(outcome)
+                self._forget_completed()
 
-    def _do(self, asked: _Asked) -> InfinityError | None:
-        """One collective. What goes wrong beside it, in what it waits for or leads to, is this rank's own error, and the others' loss."""
+    def _forget_completed(self) -> None:
+        with self._lock:
+            while self._waiting and (oldest := next(iter(self._waiting))).is_completed():
+                del self._waiting[oldest]
+
+    def _do(self, asked: _Asked) -> Motion | InfinityError | None:
+        """One collective, to its end or up to where the device has it. What goes wrong beside it, in what it waits for or leads to, is this
+        rank's own error, and the others' loss."""
         name, began = asked.work.name, time.monotonic()
         self._begun += 1
         self._watch.tell(self._begun, name)
         try:
-            for motion in asked.after:
-                motion.wait()
-            if asked.is_patient:
-                self._meet()
-            with self._timeline.span(Lane.COMM, name, asked.nbytes):
-                self._agree(name, asked.among)
-                asked.operation()
+            motion = self._perform(asked)
         except InfinityError as error:
             return error
         except Exception as error:
             return self._blame(asked.work, error, waited_s=time.monotonic() - began)
         self._watch.tell(self._begun, BETWEEN)
+        return motion
+
+    def _perform(self, asked: _Asked) -> Motion | None:
+        if asked.on_device:
+            return self._queue(asked)
+        for motion in asked.after:
+            motion.wait()
+        if asked.is_patient:
+            self._meet()
+        with self._timeline.span(Lane.COMM, asked.work.name, asked.nbytes):
+            self._agree(asked.work.name, asked.among)
+            asked.first()
+            asked.operation()
         return None
+
+    def _queue(self, asked: _Asked) -> Motion:
+        """On the stream of collectives, once every rank's host has come to it."""
+        assert self._motions is not None
+        with OnStream(self._motions.stream(Lane.COMM)):
+            for motion in asked.after:
+                follow(motion)
+        self._agree(asked.work.name, asked.among)
+        asked.first()
+        return self._motions.run(Lane.COMM, asked.work.name, asked.nbytes, asked.operation, asked.holds)
 
     def _meet(self) -> None:
         """Wait until every rank has come to this collective, or one is lost."""
@@ -201,7 +272,7 @@ class Issuer:
 
     def _blame(self, work: RankWork, cause: Exception, waited_s: float) -> InfinityError:
         """A collective failed here. A rank that is dead is soon missed by the watch; one that lives and is behind is known by its count."""
-        if work.is_over_within(max(0.0, self._timeout_s * PATIENCE - waited_s)):
+        if work.fails_within(max(0.0, self._timeout_s * PATIENCE - waited_s)):
             assert self._error is not None
             return self._error
         behind = self._watch.laggard()
@@ -214,11 +285,13 @@ class Issuer:
         """Whoever waits raises it, now and from now on."""
         self._watch.tell(self._begun, f"{FAILED}{error}")
         with self._lock:
-            self._error = self._error or error
+            is_first, self._error = self._error is None, self._error or error
             works = list(self._waiting)
             self._waiting.clear()
         for work in works:
-            work.end(self._error)
+            work.fail(self._error)
+        if is_first:
+            self._abort()
 
 
 def distinct(values: Sequence[T]) -> list[T]:

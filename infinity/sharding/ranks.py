@@ -1,12 +1,14 @@
 """The ranks of one job: collectives in one order, and an error that names a rank where one does not come.
 
-torch.distributed does the work: gloo between CPU tensors. A world of one rank takes the same calls and moves nothing.
+torch.distributed does the work: gloo between tensors on the CPU, NCCL between those on GPUs. A world of one rank takes the same calls and
+moves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from infinity.sharding.groups import ALONE_HERE, Groups, join_groups
 from infinity.sharding.issuer import Issuer, Operation, all_gather, distinct, named_ranks
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import FAILED
+from infinity.storage.stream_work import stream_work
 from infinity.storage.work import COMPLETED, Work, join
 from infinity.timeline import Timeline
 
@@ -31,8 +34,9 @@ Reduced = Callable[[Tensor, frozenset[int]], None]
 class Ranks:
     """This process's place among the ranks, and the collectives between them.
 
-    Whatever is asked for is done in the order of asking, by one thread: so ranks that ask in the same order never wait for each other
-    crosswise. Tensors belong to the collective until its work is over. After a RankError every further call raises the same error.
+    Whatever is asked for is done in the order of asking, by one thread, on a GPU by one stream: so ranks that ask in the same order never
+    wait for each other crosswise. Tensors belong to the collective until its work is over. After a RankError every further call raises the
+    same error.
     """
 
     def __init__(self, *, timeout_s: float, timeline: Timeline, groups: Groups | None = None, store: Any = None) -> None:
@@ -47,10 +51,20 @@ class Ranks:
         """Over how many ranks a flat buffer is split. The others keep replicas of the same shards."""
         self.here = ALONE_HERE if groups is None else groups.here
         """Among the ranks of this machine."""
+        self.device = torch.device("cpu") if groups is None else groups.device
+        """On which this rank computes; of a world of one it is not known here."""
         self._issuer: Issuer | None = None
         if groups is not None and self.world_size > 1:
             beats = dist.PrefixStore(f"infinity/{groups.everyone.group_name}", store)  # type: ignore[attr-defined]
-            self._issuer = Issuer(beats, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s, timeline=timeline)
+            self._issuer = Issuer(
+                beats,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout_s=timeout_s,
+                timeline=timeline,
+                device=groups.device,
+                abort=groups.abort,
+            )
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -59,30 +73,29 @@ class Ranks:
         if self.shard_size == 1:
             return join(after)
         own = full[_slice(self.shard(full.numel()))]
-        return self._ask(f"gather of {name}", full.nbytes, lambda: all_gather(full, own, group=self._shards), after, self._shards)
+        operation = partial(all_gather, full, own, group=self._shards)
+        return self._ask(f"gather of {name}", full.nbytes, operation, after, self._shards, on_device=full.is_cuda, holds=(full,))
 
-    def reduce(
-        self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced, *, on_end: Callable[[], None] = lambda: None
-    ) -> Work:
+    def reduce(self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced) -> Work:
         """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [shard_size x n], and who of `count` members
-        any rank has. It is called before the work is over, from the thread of the collectives; `on_end` after it, when nothing here holds `full`.
+        any rank has. It is called before the work is over, from the thread of the collectives, with their stream current.
 
-        The other shards' contents are undefined then. Every rank divides before it adds, as DistributedDataParallel does.
+        What the caller's current stream has queued comes first. The other shards' contents are undefined then. Every rank divides before it
+        adds, as DistributedDataParallel does.
         """
         if self.world_size == 1:
             then(full, members)
-            on_end()
             return COMPLETED
 
-        def reduce() -> None:
-            present = self._union(members, count)
-            then(self._average(full), present)
-
-        return self._ask(f"reduce of {name}", full.nbytes, reduce, on_end=on_end)
+        present: list[frozenset[int]] = []
+        tell = lambda: present.append(self._union(members, count))  # noqa: E731
+        reduce = lambda: then(self._average(full), present[0])  # noqa: E731
+        return self._ask(f"reduce of {name}", full.nbytes, reduce, [stream_work(full.device)], first=tell, on_device=full.is_cuda)
 
     def average(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
         """The same where all ranks know already who has a part in it, once `after` is over: the mean is in this rank's shard of `full`."""
-        return self._ask(f"mean of {name}", full.nbytes, lambda: self._average(full), after)
+        after = [stream_work(full.device), *after]
+        return self._ask(f"mean of {name}", full.nbytes, lambda: self._average(full), after, on_device=full.is_cuda)
 
     def total(self, value: float, name: str) -> float:
         """The sum over all shards, in fp64 and in their order: the same number on every rank. Waits."""
@@ -156,6 +169,8 @@ class Ranks:
     def _average(self, full: Tensor) -> Tensor:
         """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""
         own = full[_slice(self.shard(full.numel()))]
+        if full.is_cuda:
+            full.record_stream(torch.cuda.current_stream(full.device))  # whoever let go of it made it on another
         full.div_(self.world_size)
         if self.shard_size > 1:
             _reduce_scatter(own, full, group=self._shards)

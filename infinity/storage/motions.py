@@ -83,12 +83,14 @@ class Motions:
         """It is over; called once, by any thread."""
         self._over.append(motion)
 
-    def close(self) -> None:
-        """Wait for what is under way."""
-        for motion in [motion for motions in self._under_way.values() for motion in motions]:
-            motion.wait()
-        self.sweep()
-        self.timeline.resolvers.remove(self.sweep)
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for what is under way. Raises MoverError at the deadline."""
+        try:
+            for motion in [motion for motions in self._under_way.values() for motion in motions]:
+                motion.wait(timeout_s)
+            self.sweep()
+        finally:
+            self.timeline.resolvers.remove(self.sweep)
 
     def _measure(self, most_left: int = 0) -> None:
         while len(self._over) > most_left:

@@ -17,6 +17,7 @@ class StreamWork:
     """Over when everything queued on the current stream at construction has run."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._event = torch.cuda.current_stream(device).record_event()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -26,12 +27,16 @@ class StreamWork:
         nap_s = 1e-5
         while not self._event.query():
             if time.monotonic() > deadline:
-                raise MoverError(f"the compute stream did not reach the optimizer's kernel within {limit_s:g} s. Is the device hung?")
+                raise MoverError(f"the compute stream was not done with what it had queued within {limit_s:g} s. Is the device hung?")
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def is_completed(self) -> bool:
         return bool(self._event.query())
+
+    def sync_current_stream(self) -> None:
+        """Whatever stream is current now: it runs what is queued from now on after that."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 def stream_work(device: torch.device) -> Work:
