@@ -128,13 +128,16 @@ def segments(chunk: Chunk, rules: Mapping[int, Rule]) -> list[AdamSegment]:
     Padding is zero in the states and in the gradient, and AdamW maps zeros to zeros as long as eps > 0, so it stays zero.
     """
     runs: list[AdamSegment] = []
-    last_slot: int | None = None
+    start = stop = 0
+    last: Rule | None = None
     for slot, interval in chunk.pieces:
         rule = rules.get(slot)
-        if rule is not None:
-            run = AdamSegment(interval.start, interval.stop, *rule)
-            if last_slot is not None and runs[-1][2:] == run[2:] and rule.eps > 0:
-                run = AdamSegment(runs.pop().start, *run[1:])
-            runs.append(run)
-        last_slot = slot if rule is not None else None
+        if rule is not None and rule == last and rule.eps > 0:
+            stop = interval.stop
+            continue
+        if last is not None:
+            runs.append(AdamSegment(start, stop, *last))
+        start, stop, last = interval.start, interval.stop, rule
+    if last is not None:
+        runs.append(AdamSegment(start, stop, *last))
     return runs

@@ -255,7 +255,7 @@ class Scheduler:
 
     def _request_first(self, is_wanted: Callable[[int], bool]) -> None:
         for index in self._trace.first(self._prefetch_units + 1):
-            if is_wanted(index):
+            if index not in self._fetches and is_wanted(index):
                 self._request_ahead(index)
         self._wake_mover()
 

@@ -158,8 +158,9 @@ class Motion:
 
     def sync_current_stream(self) -> None:
         """Work queued from now on to the current stream runs after this. Does not block the host."""
-        if self._tensors is not None:  # else it is over, and its events may serve another motion
-            torch.cuda.current_stream(self._motions.device.index).wait_event(self._stop)
+        with self._lock:
+            if self._tensors is not None:  # else it is over, and its events may serve another motion
+                torch.cuda.current_stream(self._motions.device.index).wait_event(self._stop)
 
     def finish(self) -> bool:
         """True once the stop event has happened; the first time, let go of the tensors."""
