@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import re
+import socket
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 PAUSE_S = 0.02
 """Between two contenders: OpenMP's threads spin for a while after their work is done, on the cores of whoever comes next."""
@@ -51,3 +56,17 @@ def fio_memory(block_bytes: int, depth: int) -> str:
     needed = -(-block_bytes * depth // page_bytes) + 1
     reserved = re.search(r"HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text())
     return "mmaphuge" if reserved and int(reserved[1]) >= needed else "malloc"
+
+
+def run_ranks(ranks: int, command: Sequence[str]) -> list[dict[str, Any]]:
+    """The JSON in the last line of what each of so many processes prints, which are started as torchrun starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    own = [{**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for env in own]
+    told = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"of {ranks} ranks, these ended with: {[process.returncode for process in processes]}")
+    return [json.loads(lines.splitlines()[-1]) for lines in told]

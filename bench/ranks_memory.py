@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+import common  # noqa: E402
 
 PHASES = ("initialize", "train")
 STEPS, BATCH = 3, 2
@@ -91,20 +89,9 @@ def _start_anew() -> None:
 
 def measure(ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """What each of so many ranks found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         command = [sys.executable, __file__, "--child", "--ranks", str(ranks), "--dir", folder]
-        command += ["--layers", str(args.layers), "--width", str(args.width)]
-        shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes = [
-            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **shared, "RANK": str(rank)}) for rank in range(ranks)
-        ]
-        told = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"of {ranks} ranks, these ended with: {[process.returncode for process in processes]}")
-    return [json.loads(lines.splitlines()[-1]) for lines in told]
+        return common.run_ranks(ranks, [*command, "--layers", str(args.layers), "--width", str(args.width)])
 
 
 def report(results: dict[int, list[dict[str, Any]]]) -> None:
