@@ -18,7 +18,6 @@ def main() -> None:
     directory, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20
     config = load_config(
         {
-            "device": "cpu",
             "nvme": {"paths": [directory]},
             "placement": {"optimizer": "nvme"},
             "train": {"model": "gpt:build_toy", "data": "gpt:data", "batch_size": 4, "sequence_length": 64},

@@ -19,6 +19,7 @@ FLOORS: Mapping[str, int] = {
     "infinity.timeline": 0,
     "infinity._native": 0,
     "infinity.native": 0,
+    "infinity.device": 0,
     "infinity.functions": 1,
     "infinity.config": 1,
     "infinity.storage": 2,
