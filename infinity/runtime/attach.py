@@ -53,6 +53,9 @@ class AttachedUnit:
             for s, slot in enumerate(flat.slots)
         ]
         self._params: list[Any] = [seat.param for seat in self.seats]
+        self._plain_classes = [seat.plain_class for seat in self.seats]
+        self._resting_classes = [seat.resting_class for seat in self.seats]
+        self._placeholders = [seat.placeholder for seat in self.seats]
         self._trainable = [seat.trainable for seat in self.seats]
 
     def take_over(self) -> None:
@@ -78,8 +81,8 @@ class AttachedUnit:
         self.flats = list(flats)
         places = self._places()
         self._uses = [_count_uses(flat) for flat in self.flats]
-        for seat, param, place in zip(self.seats, self._params, places, strict=True):
-            param.__class__ = seat.plain_class
+        for param, plain_class, place in zip(self._params, self._plain_classes, places, strict=True):
+            param.__class__ = plain_class
             param.data = place
         self._version = self.unit.version
         self._versions = self._count_versions()
@@ -88,7 +91,7 @@ class AttachedUnit:
     def _places(self) -> list[Tensor]:
         """Every seat's view of the live flat buffers."""
         assert self.flats is not None
-        return [place for flat, cutter in zip(self.flats, self._cutters, strict=True) for place in cutter.places(flat)]
+        return [place for flat, cutter in zip(self.flats, self._cutters, strict=True) for place in cutter.cut(flat).places]
 
     def is_regraded(self) -> bool:
         """Whether `requires_grad` of a live parameter is not what it was when the files were laid out."""
@@ -156,10 +159,12 @@ class AttachedUnit:
     def rest(self) -> bool:
         """Drop the flat buffers; every parameter is a placeholder again. True when nothing but the buffers themselves holds their memory now."""
         flats, self.flats = self.flats or [], None
-        for seat, param in zip(self.seats, self._params, strict=True):
-            param.__class__ = seat.plain_class
-            param.data = seat.placeholder
-            param.__class__ = seat.resting_class
+        for param, plain_class, placeholder, resting_class in zip(
+            self._params, self._plain_classes, self._placeholders, self._resting_classes, strict=True
+        ):
+            param.__class__ = plain_class
+            param.data = placeholder
+            param.__class__ = resting_class
         return [_count_uses(flat) for flat in flats] == self._uses
 
     def leave(self, flats: Sequence[Tensor], device: torch.device) -> None:

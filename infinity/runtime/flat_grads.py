@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from infinity.runtime.cutter import Cutter
+from infinity.runtime.cutter import Cut, Cutter
 from infinity.runtime.parameter import Seat
 from infinity.runtime.residency import Residency
 from infinity.runtime.units import Unit
-from infinity.sharding.layout import Interval
 
 _MOST_WAITING_BYTES = 4 << 20
 """Gradients that have arrived and are not in their places yet: the small ones of a unit, its norms and biases, go there in one launch."""
@@ -23,7 +22,7 @@ class _Filling:
     """A flat gradient that has begun to fill."""
 
     flat: Tensor
-    places: list[Tensor]
+    cut: Cut
     present: set[int] = field(default_factory=set)
     waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(place, gradient): to be copied on the stream that is current then as now."""
@@ -32,7 +31,7 @@ class _Filling:
 
     def put(self, slot: int, grad: Tensor) -> None:
         """The gradient of a slot, the first; it may wait a while for its copy."""
-        self.waiting.append((self.places[slot], grad))
+        self.waiting.append((self.cut.places[slot], grad))
         self.present.add(slot)
         self.waiting_bytes += grad.untyped_storage().nbytes()
         if self.waiting_bytes > _MOST_WAITING_BYTES:
@@ -41,7 +40,7 @@ class _Filling:
     def add(self, slot: int, grad: Tensor) -> None:
         """Another gradient of a slot."""
         self.settle()
-        self.places[slot].add_(grad)
+        self.cut.places[slot].add_(grad)
 
     def settle(self) -> None:
         """Everything that has arrived is in its place."""
@@ -57,17 +56,17 @@ class FlatGrads:
     def __init__(self, unit: Unit, residency: Residency, cutters: Sequence[Cutter]) -> None:
         self._unit, self._residency, self._cutters = unit, residency, cutters
         self._filling: dict[int, _Filling] = {}
-        self._padding: list[list[Interval]] = [list(flat.gaps(range(len(flat.slots)))) for flat in unit.layout.flats]
 
     def arrive(self, seat: Seat, grad: Tensor) -> None:
         """Put one parameter's gradient into its place; what comes again before the hand-over is added, as autograd would."""
         filling = self._filling.get(seat.flat_index) or self._begin(seat.flat_index)
+        slot = seat.slot_index
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        if seat.slot_index in filling.present:
-            filling.add(seat.slot_index, grad)
+        if slot in filling.present:
+            filling.add(slot, grad)
         else:
-            filling.put(seat.slot_index, grad)
+            filling.put(slot, grad)
         seat.is_held = True
 
     def _begin(self, index: int) -> _Filling:
@@ -92,6 +91,7 @@ class FlatGrads:
             layout, flat = self._unit.layout.flats[index], filling.flat
             filling.settle()
             is_full = len(filling.present) == len(layout.slots)
-            for gap in self._padding[index] if is_full else layout.gaps(filling.present):
-                flat[gap.start : gap.stop].zero_()
+            empty = filling.cut.padding if is_full else [flat[gap.start : gap.stop] for gap in layout.gaps(filling.present)]
+            if empty:
+                torch._foreach_zero_(empty)
             self._residency.reduce(self._unit, index, flat, frozenset(filling.present))

@@ -25,7 +25,7 @@ from infinity.runtime.gather import StateDicts, gathered, refuse_moves
 from infinity.runtime.live import LiveUnits, graph_task
 from infinity.runtime.parameter import Seat
 from infinity.runtime.residency import Residency
-from infinity.runtime.saved import SavedTensors, can_chain, is_checkpoints, is_ours, top_hooks
+from infinity.runtime.saved import Hook, SavedTensors, can_chain, is_checkpoints, is_ours, top_hooks
 from infinity.runtime.tensors import tensors_in
 from infinity.runtime.units import Unit
 from infinity.timeline import Timeline
@@ -120,10 +120,10 @@ class Hooks:
                 "Use one process per GPU (torchrun)"
             )
         task = graph_task()
-        if task == -1:
-            self._check_nesting(site)
-        else:
+        if task != -1:
             self._arm()
+        elif self._calls:
+            self._check_nesting(site)
         is_outermost = task == -1 and not self._calls
         call = Call(site, task, threading.get_ident())
         self._calls.append(call)
@@ -131,8 +131,9 @@ class Hooks:
             self._settle_backward()
             self._warn_autocast()
             self.residency.forward_begins()
-        if self._wants_saved(site, is_outermost):
-            call.saved = SavedTensors(self._live.storages, self._fetch_saved)
+        top = top_hooks()
+        if self._wants_saved(site, top, is_outermost):
+            call.saved = SavedTensors(self._live.storages, self._fetch_saved, top)
         for unit in site.needs:
             unit.use(site.module)
             call.used.append(unit)
@@ -142,8 +143,7 @@ class Hooks:
 
     def _leave(self, site: Site, out: Any) -> None:
         """A hooked call is over, also when it raised: then `out` is None."""
-        thread = threading.get_ident()
-        call = next((call for call in reversed(self._calls) if call.site is site and call.thread == thread), None)
+        call = self._call_of(site)
         if call is None:
             return
         if site.unit is not None and self._timeline is not None:
@@ -158,6 +158,14 @@ class Hooks:
         finally:
             if is_outermost and call.task == -1:
                 self.residency.forward_ends()
+
+    def _call_of(self, site: Site) -> Call | None:
+        """The innermost call in progress of this module in this thread."""
+        thread = threading.get_ident()
+        for call in reversed(self._calls):
+            if call.site is site and call.thread == thread:
+                return call
+        return None
 
     def _end_down_to(self, call: Call) -> None:
         """End a call, and calls within it that never came to their end."""
@@ -178,8 +186,8 @@ class Hooks:
         if over.users == 0 and over.flats is not None:
             self._live.release(over)
 
-    def _wants_saved(self, site: Site, is_outermost: bool) -> bool:
-        """Whether this call puts an entry on the stack of saved-tensor hooks: where the one on top is not ours.
+    def _wants_saved(self, site: Site, top: tuple[Hook, Hook] | None, is_outermost: bool) -> bool:
+        """Whether this call puts an entry on the stack of saved-tensor hooks: where the one on `top` is not ours.
 
         Over a checkpoint's it must be the same answer in forward and in its recomputation, or the checkpoint counts different tensors. So
         a call of a whole unit always goes on top; a module inside a unit, which has nothing to do while the unit is in use, never does.
@@ -188,7 +196,6 @@ class Hooks:
         """
         if not can_chain():
             return is_outermost
-        top = top_hooks()
         return not is_ours(top, self._live.storages) and not (site.within is not None and is_checkpoints(top))
 
     def _watch(self, out: Any, unit: AttachedUnit | None) -> None:
@@ -199,8 +206,6 @@ class Hooks:
 
     def _check_nesting(self, site: Site) -> None:
         """Find calls that never ended (KeyboardInterrupt passes no hook), and callers in two threads."""
-        if not self._calls:
-            return
         outermost = self._calls[0]
         is_same = site is outermost.site
         is_inside = outermost.task == -1 and not is_same and site.is_inside(outermost.site)
@@ -259,7 +264,8 @@ class Hooks:
 
     def _on_grad(self, unit: AttachedUnit, seat: Seat) -> Callable[[Tensor], None]:
         def arrived(param: Tensor) -> None:
-            self._arm()
+            if graph_task() not in self._armed:
+                self._arm()
             grad = seat.take_grad()
             if grad is not None:
                 unit.grads.arrive(seat, grad.detach() if grad.requires_grad else grad)  # with create_graph it has a graph of its own

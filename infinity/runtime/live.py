@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -20,11 +20,8 @@ from infinity.runtime.saved import LiveStorages
 from infinity.runtime.units import Unit
 from infinity.timeline import Timeline
 
-
-def graph_task() -> int:
-    """The backward pass that this thread is in, -1 outside of any."""
-    task: int = torch._C._current_graph_task_id()
-    return task
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The backward pass that this thread is in, -1 outside of any."""
 
 
 def plain_tensors() -> AbstractContextManager[object]:
@@ -98,7 +95,7 @@ class LiveUnits:
 
     def _idle(self, beside: AttachedUnit | None) -> list[AttachedUnit]:
         idle = [unit for unit in self._live if unit.users == 0]
-        if beside is None:
+        if beside is None or not idle:
             return idle
         return [unit for unit in idle if not (unit.unit.is_root or unit in beside.parents or unit.is_kept())]
 

@@ -21,8 +21,8 @@ class Coordinates(NamedTuple):
     version: int
     flat: int
     dtype: torch.dtype
-    offset: int
-    """In elements of `dtype`, from the start of the flat buffer."""
+    offset_bytes: int
+    """From the start of the flat buffer."""
     shape: torch.Size
     stride: tuple[int, ...]
     is_conj: bool
@@ -55,27 +55,31 @@ class SavedTensors:
     torch applies only the top entry; without the chain a user's `save_on_cpu`, or a checkpoint around the model, would go blind.
     """
 
-    def __init__(self, storages: LiveStorages, fetch: Callable[[AttachedUnit], list[Tensor]]) -> None:
+    def __init__(self, storages: LiveStorages, fetch: Callable[[AttachedUnit], list[Tensor]], below: tuple[Hook, Hook] | None) -> None:
         self._storages, self._fetch = storages, fetch
-        below = top_hooks()
         self._pack_below: Hook | None = below[0] if below is not None else None
         self._unpack_below: Hook | None = below[1] if below is not None else None
-        self._context = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        self._context.__enter__()
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def close(self) -> None:
         """Take the entry off the stack again; it is on top."""
-        self._context.__exit__(None, None, None)
-        del self._context  # it holds this object, and both the checkpoint below: only the collector could free them
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def pack(self, tensor: Tensor) -> Coordinates | Elsewhere | Tensor:
         if tensor.layout is _STRIDED and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH:
             address = tensor.data_ptr()
             for start, end, unit, flat in self._storages.runs:
                 if start <= address < end:
-                    offset = (address - start) // tensor.itemsize
                     return Coordinates(
-                        unit, unit.unit.version, flat, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+                        unit,
+                        unit.unit.version,
+                        flat,
+                        tensor.dtype,
+                        address - start,
+                        tensor.shape,
+                        tensor.stride(),
+                        tensor.is_conj(),
+                        tensor.is_neg(),
                     )
         if self._pack_below is None or self._unpack_below is None:
             return tensor.detach()  # an output that is packed as itself holds its own graph, and nothing ever frees them
@@ -98,15 +102,18 @@ class SavedTensors:
             )
         unit = at.unit
         flats = self._fetch(unit) if unit.flats is None or unit.is_outdated() else unit.flats
-        flat = flats[at.flat]
-        offset = int(flat.storage_offset()) * flat.itemsize // at.dtype.itemsize + at.offset
-        if at.dtype is flat.dtype:
-            tensor = flat.as_strided(at.shape, at.stride, offset)
-        else:
-            tensor = torch.empty(0, dtype=at.dtype, device=flat.device).set_(flat.untyped_storage(), offset, at.shape, at.stride)
+        tensor = _view(flats[at.flat], at)
         if at.is_conj:
             tensor = tensor.conj()
         return tensor._neg_view() if at.is_neg else tensor
+
+
+def _view(flat: Tensor, at: Coordinates) -> Tensor:
+    """A tensor of its own: whoever keeps it is counted as a user of the buffer."""
+    offset = (int(flat.storage_offset()) * flat.itemsize + at.offset_bytes) // at.dtype.itemsize
+    if at.dtype is flat.dtype:
+        return flat.as_strided(at.shape, at.stride, offset)
+    return torch.empty(0, dtype=at.dtype, device=flat.device).set_(flat.untyped_storage(), offset, at.shape, at.stride)
 
 
 def top_hooks() -> tuple[Hook, Hook] | None:

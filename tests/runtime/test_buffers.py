@@ -42,14 +42,15 @@ def test_a_buffer_serves_the_next_of_its_size_and_idle_memory_stays_within_its_l
 
 
 def test_places_are_cut_once_per_buffer_and_die_with_it():
-    cutter = Cutter(flat_of((3, 5), (7,)).slots)
+    layout = flat_of((3, 5), (7,))
+    cutter = Cutter(layout)
     flat = torch.arange(2048.0)
-    places = cutter.places(flat)
-    assert all(a is b for a, b in zip(places, cutter.places(flat), strict=True))
-    assert [place.shape for place in places] == [(3, 5), (7,)] and all(map(torch.equal, places, cutter.cut(flat)))
+    places = cutter.cut(flat).places
+    assert all(a is b for a, b in zip(places, cutter.cut(flat).places, strict=True))
+    assert [place.shape for place in places] == [(3, 5), (7,)] and all(map(torch.equal, places, (slot.view(flat) for slot in layout.slots)))
     places[0].fill_(-1.0)
     assert flat[:15].eq(-1).all(), "the same memory"
-    again = cutter.places(flat.clone())
+    again = cutter.cut(flat.clone()).places
     assert again[0] is not places[0]
     del flat
     gc.collect()
