@@ -6,7 +6,7 @@
 Each rank is a process of its own, over gloo on this machine. After imports, the process group and three steps of a small model its resident memory
 is its baseline, and the kernel's high-water mark starts anew: once for initialize, once for three steps. Prints per rank the baseline and
 the most above it. The builder's files on --dir count where they are resident, on rank 0. Two units are gathered ahead: left to itself a rank
-goes up to 12 ahead, where its budget has room.
+goes up to 32 ahead, where its budget has room.
 """
 
 from __future__ import annotations

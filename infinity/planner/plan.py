@@ -21,8 +21,9 @@ from infinity.storage.slabs import PAGE_BYTES, slab_bytes
 _FEWEST_ELEMENTS = 16 * CHUNK_GRANULE
 """Smaller chunks are not worth their requests, however small the budget."""
 
-_FEWEST_AHEAD, _MOST_AHEAD = 2, 12
-"""Units fetched ahead where nobody says how many."""
+_FEWEST_AHEAD, _MOST_AHEAD = 2, 32
+"""Units fetched ahead where nobody says how many. Those of the next forward come under the update; what a forward has to ask for itself takes
+time from the thread that launches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +172,7 @@ def _with_units_ahead(job: Job, settled: _Settled, limits: Mapping[Tier, int]) -
     held_bytes = _resting(job, settled, job.compute) + settled.working_bytes(job.compute)
     left, everything = limits[job.compute] - held_bytes, sum(layout.nbytes for layout in job.layouts)
     limit = held_bytes + min(left // 2, left - everything if left >= everything else left)
-    for ahead in range(_MOST_AHEAD, job.ahead, -1):
+    for ahead in range(_most_ahead(job), job.ahead, -1):
         wider = replace(job, ahead=ahead)
         held = _beside(wider, settled)
         if not _over(wider, held, job.compute, limit):
@@ -190,10 +191,14 @@ def _leaves_room(job: Job, settled: _Settled, limits: Mapping[Tier, int]) -> boo
     return staged <= limits[Tier.CPU] // 4 and not any(_over(job, settled, tier, limit) for tier, limit in limits.items())
 
 
+def _most_ahead(job: Job) -> int:
+    return min(_MOST_AHEAD, len(job.layouts) - 1)
+
+
 def _units_ahead(job: Job, limit: int) -> int:
     """What "auto" means: a deep queue keeps the lanes full where compute is uneven, and brings the first units while the last step ends."""
     sizes = {layout.index: layout.nbytes for layout in job.layouts}
-    roomy = (ahead for ahead in range(_MOST_AHEAD, _FEWEST_AHEAD, -1) if live_bytes(sizes, job.around, ahead) <= limit // 8)
+    roomy = (ahead for ahead in range(_most_ahead(job), _FEWEST_AHEAD, -1) if live_bytes(sizes, job.around, ahead) <= limit // 8)
     return next(roomy, _FEWEST_AHEAD)
 
 
