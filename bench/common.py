@@ -9,6 +9,7 @@ import re
 import socket
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -65,8 +66,19 @@ def run_ranks(ranks: int, command: Sequence[str]) -> list[dict[str, Any]]:
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     own = [{**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for env in own]
-    told = [process.communicate()[0] for process in processes]
+    outputs = [tempfile.TemporaryFile("w+") for _ in own]
+    processes = [subprocess.Popen(command, stdout=output, env=env) for output, env in zip(outputs, own, strict=True)]
+    try:
+        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+            time.sleep(0.1)
+    finally:
+        for process in processes:  # of a job that one has left nobody is of use
+            process.kill()
+            process.wait()
     if any(process.returncode for process in processes):
         raise SystemExit(f"of {ranks} ranks, these ended with: {[process.returncode for process in processes]}")
-    return [json.loads(lines.splitlines()[-1]) for lines in told]
+    told = []
+    for output in outputs:
+        output.seek(0)
+        told.append(json.loads(output.read().splitlines()[-1]))
+    return told

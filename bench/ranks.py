@@ -143,6 +143,12 @@ def measure(contender: str, ranks: int, batch: int, args: argparse.Namespace) ->
         return common.run_ranks(ranks, command)
 
 
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def report(contender: str, results: dict[int, list[dict[str, Any]]]) -> None:
     first = min(results)
     rates = {ranks: sum(rank["tokens"] for rank in found) / statistics.median(found[0]["seconds"]) for ranks, found in results.items()}
@@ -150,7 +156,7 @@ def report(contender: str, results: dict[int, list[dict[str, Any]]]) -> None:
         seconds = found[0]["seconds"]
         print(
             f"{contender:14s} {ranks} ranks  step {statistics.median(seconds):.4f} s [{min(seconds):.4f}..{max(seconds):.4f}] n={len(seconds)}  "
-            f"{rates[ranks]:,.0f} tokens/s, {rates[ranks] / rates[first] * first / ranks:.3f} of {ranks // first} times that of {first}"
+            f"{rates[ranks]:,.0f} tokens/s, {rates[ranks] / rates[first] * first / ranks:.3f} of {ranks / first:g} times that of {first}"
         )
         for lane, nbytes in found[0]["moved"].items():
             print(f"    {lane:11s} {nbytes / 1e9:8.3f} GB a step on rank 0")
@@ -187,6 +193,9 @@ def main() -> None:
     batches = args.batches if len(args.batches) == len(args.counts) else args.batches[:1] * len(args.counts)
     results: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for contender in args.contenders.split(","):
+        if contender == "fsdp2" and 0 < gpus() < max(args.counts):
+            print("fsdp2          left out: NCCL does not connect ranks that share a GPU")
+            continue
         results[contender] = {ranks: measure(contender, ranks, batch, args) for ranks, batch in zip(args.counts, batches, strict=True)}
         report(contender, results[contender])
     if args.json:

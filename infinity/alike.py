@@ -25,10 +25,11 @@ def check_alike(ranks: Ranks, share: Share, config: Config, model: nn.Module, la
     _check(ranks, dict(_tensors(model)), "the model", "Build the same one on every rank")
     if not share.is_sharded(Group.PARAM):
         return  # what is fetched, and when, is each rank's own affair
+    tier = Tier.HBM if plan.device.type == "cuda" else Tier.CPU
     ranks.check_same(
-        (plan.prefetch_units, plan.working_bytes(Tier.CPU, LIVE), plan.chunk_numel),
+        (plan.prefetch_units, plan.working_bytes(tier, LIVE), plan.chunk_numel),
         "how far to run ahead, in units, bytes and elements of a chunk,",
-        'With "auto" it follows from each machine\'s memory: set prefetch.units and budgets.cpu',
+        f'With "auto" it follows from each machine\'s memory: set prefetch.units and budgets.{tier.value}',
     )
 
 

@@ -40,6 +40,8 @@ class Site:
     rank: int = 0
     share: Share = ALONE
     here: Here = ALONE_HERE
+    on_card: int = 1
+    """How many ranks compute on this one's GPU."""
 
 
 def plan_units(units: Sequence[Unit], site: Site, *, goes_on: bool) -> Plan:
@@ -76,7 +78,7 @@ def place_units(units: Sequence[Unit], site: Site, *, goes_on: bool) -> Plan:
         [unit.layout for unit in units],
         wish,
         hardware.device,
-        hbm_free=hardware.hbm_free,
+        hbm_free=hardware.hbm_free // site.on_card,
         cpu_available=hardware.cpu_available // site.here.size,
         rates=rates,
         around=_around(units),

@@ -76,7 +76,7 @@ def prepare(model: Model, config: Config, param_groups: ParamGroups | None, pool
     units = units_of(module, config, make_cast(config, module), share.world_size)
     groups = checked_groups(group_params(module, param_groups), addresses_of(units), **defaults(config))
     check_params(units)
-    site = Site(config=config, hardware=hardware, paths=paths, before=before, rank=ranks.rank, share=share, here=ranks.here)
+    site = Site(config=config, hardware=hardware, paths=paths, before=before, rank=ranks.rank, share=share, here=ranks.here, on_card=ranks.on_card)
     plan = plan_units(units, site, goes_on=goes_on)
     return Prepared(
         config=config,

@@ -18,6 +18,7 @@ import infinity
 from infinity.errors import CapacityError, RankError
 from infinity.kinds import Lane, Tier
 from infinity.optim.exchange import BUFFERS
+from infinity.sharding.issuer import Issuer
 from infinity.sharding.stages import STAGES, state_bytes
 from tests.ranks import TIMEOUT_S, job, run_ranks
 
@@ -561,3 +562,22 @@ def test_what_one_rank_cannot_read_is_told_to_all_at_once(tmp_path):
     assert found[1].error.startswith("StorageError"), found
     assert found[0].error.startswith("RankError: rank 1 ended, after") and "StorageError" not in found[0].error[:40], found
     assert "Input/output error" in found[0].error or "bytes wanted" in found[0].error
+
+
+def end_early(rank, world_size, folder):
+    """What this rank has lost, where rank 0 closes while rank 1 is still in its last step: the gathers of the next forward are asked for already."""
+    lost, lose = [], Issuer.lose
+    Issuer.lose = lambda self, error: (lost.append(repr(error)), lose(self, error))
+    with infinity.initialize(tiny_gpt(), settings(folder, prefetch={"units": 4})) as engine:
+        for step, call in enumerate(calls_of(tiny_gpt, rank, world_size)[:2]):
+            engine.model(*call).backward()
+            if step and rank == 1:
+                finish = engine._parts.pipeline.finish
+                engine._parts.pipeline.finish = lambda finish=finish: (finish(), time.sleep(1.0))
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+    return lost
+
+
+def test_a_rank_that_ends_earlier_than_the_others_is_not_lost(tmp_path):
+    assert run_ranks(end_early, 2, tmp_path) == [[], []]

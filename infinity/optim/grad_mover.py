@@ -97,7 +97,7 @@ class GradMover:
         self._copies = copies
         self._pool = pool
         self._timeline = timeline
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._deadline_s = deadline_s
         addends, totals = self._staging(chunks)
         self._addends = Ring(slabs.take, count=LOOKAHEAD, nbytes=addends)
@@ -171,6 +171,8 @@ class GradMover:
         under_way: deque[_Landing | Arrival] = deque()
         begun: Move | None = None
         try:
+            if self._is_cuda:
+                torch.cuda.set_device(self._device)  # or this thread would open the first GPU too
             while True:
                 move = self._next(under_way)
                 if isinstance(move, Move):

@@ -97,26 +97,29 @@ class Descent:
 
     def _let_go(self) -> None:
         """Of what is over by now. Never waits."""
-        self._grads.let_go()
         while self._reducing and self._reducing[0].work.is_completed():
             oldest = self._reducing.popleft()
             oldest.work.wait()  # no longer than it takes to raise
             oldest.give()
+        self._grads.let_go()
 
     def _wait_for_room(self, nbytes: int, name: str) -> None:
         """Take `nbytes` of what gradients on their way may hold. Raises RankError where one of them waits for a rank that is lost."""
-        with self._clock.waiting(self._lane, name):
-            while self._grads.land_oldest():
-                if self._budget.try_take(nbytes):
-                    return
-        while self._reducing:
-            with self._clock.waiting(Lane.COMM, name):
-                self._reducing[0].work.wait()
+        while self._wait_for_oldest(name):
             self._let_go()
             if self._budget.try_take(nbytes):
                 return
         with self._clock.waiting(self._lane, name):
             self._budget.take(nbytes, f"the gradient of {name}", self._deadline_s)
+
+    def _wait_for_oldest(self, name: str) -> bool:
+        """Of those that no other thread lands: first between the ranks, then on its way down. False where there is none."""
+        if self._reducing:
+            with self._clock.waiting(Lane.COMM, name):
+                self._reducing[0].work.wait()
+            return True
+        with self._clock.waiting(self._lane, name):
+            return self._grads.land_oldest()
 
     def break_off(self) -> None:
         """The pass has raised on this rank. Where ranks reduce nothing more of it goes down: the others learn why from the end of this rank's

@@ -20,7 +20,7 @@ class Parts:
     """
 
     def __init__(self, name: str, changed: threading.Condition, deadline_s: float, is_alive: Callable[[], bool]) -> None:
-        """`changed`: one for all of a scheduler's, at most one thread waits. `is_alive`: whether those who start them still run."""
+        """`changed`: one for all of a scheduler's, few threads wait. `is_alive`: whether those who start them still run."""
         self.name = name
         self._works: list[Work] = []
         self._unstarted = 1
@@ -46,8 +46,15 @@ class Parts:
             self._error = error
             self._changed.notify_all()
 
+    def break_off(self, error: BaseException) -> None:
+        """Pieces that have not been started never will be: waiters raise `error`. With all of them under way it changes nothing."""
+        with self._changed:
+            if self._unstarted:
+                self._error = error
+                self._changed.notify_all()
+
     def is_completed(self) -> bool:
-        """Nothing is in the air: the buffers may be given up, or used where it did not fail."""
+        """It can be waited for no more: everything is over, or it has failed."""
         with self._changed:
             return self._error is not None or (self._unstarted == 0 and all([work.is_completed() for work in self._works]))
 
@@ -100,7 +107,7 @@ class Fetch(Parts):
         self.flats: list[Tensor] = []
         self.borrowed: list[Tensor] = []
         """Those of `flats` that are buffers for this visit; the others are where the unit rests."""
-        self.shards = Parts(name, changed, deadline_s, is_alive)
+        self.shards: Parts | None = None
         """What this rank brings of the unit, where the parts of the unit itself are gathers."""
         self.last_use: torch.cuda.Event | None = None
         """When the compute stream is done with the buffers, of a unit that was released and kept for its next visit."""
@@ -115,7 +122,8 @@ class Fetch(Parts):
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
-        self.shards.fail(error)
+        if self.shards is not None:
+            self.shards.break_off(error)  # what has been started comes, and the ranks' gathers are not broken off for it
 
 
 def _is_broken(work: Work, deadline_s: float | None = None) -> bool:

@@ -296,8 +296,8 @@ class Scheduler:
             is_full = isinstance(cause, torch.OutOfMemoryError)
             error = CapacityError(f"HBM is full: {cause}") if is_full else MoverError(f"{what}: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
+        self._error = error  # before the lock: whoever holds it may be waiting for what will not come
         with self._changed:
-            self._error = error
             fetches = list(self._fetches.values())
             self._changed.notify_all()
         if self._uploader is not None:
@@ -338,6 +338,8 @@ class Scheduler:
     def _request(self, index: int) -> Fetch:
         resting = self._resting[index]
         fetch = Fetch(index, resting.name, resting.visit_bytes, self._landing, self._deadline_s, self._is_alive)
+        if self._gathers:
+            fetch.shards = Parts(resting.name, self._landing, self._deadline_s, self._is_alive)
         if resting.is_copied:
             fetch.asked_at = torch.cuda.current_stream(self._device).record_event()
         self._fetches[index] = fetch
@@ -496,7 +498,7 @@ class Scheduler:
 
     def _begin(self, fetch: Fetch) -> None:
         """Allocate the unit's buffers and start everything towards them. What rests where it is used is used in place."""
-        resting, parts = self._resting[fetch.index], fetch.shards if self._gathers else fetch
+        resting, parts = self._resting[fetch.index], fetch.shards or fetch
         for flat in resting.flats:
             if flat.is_in_place:
                 assert flat.whole is not None
@@ -511,16 +513,16 @@ class Scheduler:
             else:
                 for key, interval in flat.chunks:
                     self._start(fetch, parts, key, _bytes_of(target, interval))
-        if self._gathers:
-            self._gather(fetch)
+        if fetch.shards is not None:
+            self._gather(fetch, fetch.shards)
         fetch.started()
 
-    def _gather(self, fetch: Fetch) -> None:
+    def _gather(self, fetch: Fetch, shards: Parts) -> None:
         """Everybody's shards, once this rank's have come: some of them are started later, by the uploader."""
-        fetch.shards.started()
+        shards.started()
         for f, target in enumerate(fetch.borrowed):
             fetch.expect(1)
-            fetch.started(self._movers.ranks.gather(target, self._resting[fetch.index].layout.flat_name(f), after=[fetch.shards]))
+            fetch.started(self._movers.ranks.gather(target, self._resting[fetch.index].layout.flat_name(f), after=[shards]))
 
     def _start(self, fetch: Fetch, parts: Parts, key: ChunkKey, target: Tensor) -> None:
         store = self._movers.store

@@ -76,8 +76,12 @@ class Uploader:
                 item = self._uploads.get()
             if item is None:
                 return
-            item.read.wait(self._deadline_s)
-            upload = self._copies.upload(item.staged[: item.target.numel()], item.target)
+            try:
+                item.read.wait(self._deadline_s)
+                upload = self._copies.upload(item.staged[: item.target.numel()], item.target)
+            except BaseException as error:
+                item.parts.fail(error)
+                raise
             item.parts.started(upload)
             if before is not None:
                 self._hand_back(*before)

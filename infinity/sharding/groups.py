@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +20,16 @@ from infinity.timeline import this_host
 logger = logging.getLogger("infinity")
 
 T = TypeVar("T")
+
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""By their names since torch 2.13, or the older ones."""
+
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Read when a group is made: 0 turns off that torch ends the process (torch.distributed's documentation)."""
+
+_FIRST_BYTES = 1 << 20
+"""Of each rank in the first collectives."""
 
 COLLECTIVE = 2
 """Timeouts after which a collective gives up: by then the watch has named who is dead, also where others have waited for it before it died."""
@@ -49,13 +60,26 @@ class Groups:
     """This rank among those of its machine."""
     device: torch.device
     """On which it computes. Where that is a GPU, `shards` and `replicas` connect tensors there too."""
+    on_card: int
+    """How many ranks compute on the same one."""
     uses_nccl: bool
 
     def abort(self) -> None:
         """End what is queued on GPUs: it waits for a rank that is lost, and every stream behind it waits too. Its results are undefined."""
-        if self.uses_nccl:
-            for group in {self.shards, self.replicas} - {None}:
-                group._get_backend(self.device).abort()
+        backends = [group._get_backend(self.device) for group in (self.shards, self.replicas) if group is not None and self.uses_nccl]
+        if len(backends) > 1:
+            backends[0]._group_start()  # or the first would wait for what hangs in the second
+        for backend in backends:
+            backend.abort()
+        if len(backends) > 1:
+            backends[0]._group_end()
+
+    def close(self) -> None:
+        """Nothing is queued any more. Communicators are aborted too: to destroy one waits for its other ranks, without a limit."""
+        self.abort()
+        for group in dict.fromkeys((self.shards, self.replicas, self.everyone)):  # in the same order everywhere
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 def planned_here() -> Here:
@@ -101,14 +125,14 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
     limit = timedelta(seconds=COLLECTIVE * timeout_s)
     everyone = dist.new_group(backend="gloo", timeout=limit)
     here = _meet(everyone, size)
-    own, backend = _choose_devices(everyone, device, here)
+    own, backend, on_card = _choose_devices(everyone, device, here)
     if own.type == "cuda":
         torch.cuda.set_device(own)  # of the program's thread: "cuda" is this one from here on
     if size == world_size and backend == "gloo":
-        return Groups(everyone, everyone, None, here, own, uses_nccl=False)
+        return Groups(everyone, everyone, None, here, own, on_card, uses_nccl=False)
     shards = _mine([range(start, start + size) for start in range(0, world_size, size)], backend, limit)
     replicas = None if size == world_size else _mine([range(start, world_size, size) for start in range(size)], backend, limit)
-    groups = Groups(everyone, shards, replicas, here, own, uses_nccl="nccl" in backend)
+    groups = Groups(everyone, shards, replicas, here, own, on_card, uses_nccl="nccl" in backend)
     _connect(groups)
     return groups
 
@@ -133,13 +157,16 @@ class _Found(NamedTuple):
     error: str
 
 
-def _choose_devices(everyone: Any, name: str, here: Here) -> tuple[torch.device, str]:
-    """Where this rank computes, and torch's name for what connects tensors there. Raises ConfigError, on all ranks, where they do not match."""
+def _choose_devices(everyone: Any, name: str, here: Here) -> tuple[torch.device, str, int]:
+    """Where this rank computes, torch's name for what connects tensors there, and how many ranks compute on it.
+
+    Raises ConfigError, on all ranks, where one has no such device, or another kind than the others.
+    """
     device = torch.device("cpu")
     try:
         device = choose_device(name, rank_here=here.rank, ranks_here=here.size)
         found = _Found(device.type, _card(device), "")
-    except ConfigError as error:
+    except Exception as error:  # of the driver too: the others wait
         found = _Found("", "", str(error))
     told = _tell(everyone, found)
     errors = [f"{other.error} (rank {rank})" for rank, other in enumerate(told) if other.error]
@@ -149,12 +176,12 @@ def _choose_devices(everyone: Any, name: str, here: Here) -> tuple[torch.device,
     if other is not None:
         raise ConfigError(f'device = "{name}" is {told[0].kind} on rank 0 and {told[other].kind} on rank {other}. Write "cpu", or "cuda"')
     if device.type == "cpu":
-        return device, "gloo"
+        return device, "gloo", 1
     cards = [found.card for found in told]
     twins = [rank for rank, card in enumerate(cards) if cards.count(card) > 1]
     if twins:
         logger.warning("ranks %s compute on one GPU: they exchange tensors through CPU memory, slowly. Start one process per GPU", twins)
-    return device, f"cpu:gloo,cuda:{'gloo' if twins else 'nccl'}"
+    return device, f"cpu:gloo,cuda:{'gloo' if twins else 'nccl'}", cards.count(found.card)
 
 
 def _card(device: torch.device) -> str:
@@ -170,16 +197,33 @@ def _tell(everyone: Any, mine: T) -> list[T]:
 
 def _mine(members: Sequence[Sequence[int]], backend: str, limit: timedelta) -> Any:
     """Of these groups, which every rank makes in the same order, the one that this rank is in."""
-    groups = [dist.new_group(list(ranks), backend=backend, timeout=limit) for ranks in members]
+    with _without_watchdog():
+        groups = [dist.new_group(list(ranks), backend=backend, timeout=limit) for ranks in members]
     return next(group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
 
 
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """NCCL's groups that are made here leave errors to the engine: torch's own watchdog would end the process before anybody is named."""
+    before = os.environ.get(_WATCHDOG)
+    os.environ[_WATCHDOG] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_WATCHDOG)
+        if before is not None:
+            os.environ[_WATCHDOG] = before
+
+
 def _connect(groups: Groups) -> None:
-    """GPUs are connected by their first collective, which takes memory there: now, before anybody asks how much is free."""
+    """GPUs are connected by the first collectives of a kind, which take memory there: now, before anybody asks how much is free."""
     if groups.uses_nccl:
-        for group in (groups.shards, groups.replicas):
-            if group is not None:
-                dist.all_reduce(torch.zeros(1, device=groups.device), group=group)
+        for group in filter(None, (groups.shards, groups.replicas)):
+            full = torch.zeros(dist.get_world_size(group), _FIRST_BYTES, dtype=torch.uint8, device=groups.device)
+            own = full[dist.get_rank(group)]
+            all_gather(full, own, group=group)
+            reduce_scatter(own, full, group=group)
+            dist.all_reduce(own, group=group)
         torch.cuda.synchronize(groups.device)
 
 
@@ -189,7 +233,7 @@ def _make_world(timeout_s: float) -> None:
     if missing:
         raise ConfigError(f"WORLD_SIZE is {wanted['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the ranks with torchrun")
     try:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except Exception as error:
         raise ConfigError(f"no process group of {wanted['WORLD_SIZE']} ranks at {wanted['MASTER_ADDR']}:{wanted['MASTER_PORT']}: {error}") from error

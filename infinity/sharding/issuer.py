@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,15 +16,14 @@ import torch.distributed as dist
 
 from infinity.errors import ClosedError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
-from infinity.sharding.groups import COLLECTIVE
+from infinity.sharding.groups import COLLECTIVE, all_gather
 from infinity.sharding.watch import FAILED, SharedStore, Watch
 from infinity.storage.motions import Motion, Motions
 from infinity.storage.streams import OnStream
 from infinity.storage.work import Work, follow
 from infinity.timeline import Timeline
 
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""By its name since torch 2.13, or the older one."""
+logger = logging.getLogger("infinity")
 
 BETWEEN = "between two collectives"
 """What a rank is at that computes."""
@@ -35,10 +34,10 @@ PATIENCE = 1.25
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
 """Between two looks at who has come."""
 
-_CPU = torch.device("cpu")
+_LOOK_EVERY_S = 1.0
+"""At what the device has, while nothing is asked for."""
 
 T = TypeVar("T")
-Operation = Callable[[], object]
 
 
 def longest_wait_s(timeout_s: float) -> float:
@@ -56,15 +55,18 @@ class RankWork:
         """The host is done with it: it is over, or queued as `motion`."""
         self._motion: Motion | None = None
         self._error: BaseException | None = None
+        self.begun_at = float("inf")
+        """When the host was done with it, on the monotonic clock."""
 
     def begin(self, motion: Motion | None) -> None:
         """The host is done with it, and the device will be once the motion is over."""
-        self._motion = motion
+        self._motion, self.begun_at = motion, time.monotonic()
         self._has_begun.set()
 
     def fail(self, error: BaseException) -> None:
-        """It will not come, unless it is over. The first failure counts."""
-        if not self.is_completed():
+        """It will not come, unless it is known to be over: the device is not asked, which may be hung. The first failure counts."""
+        is_over = self._has_begun.is_set() and self._motion is None
+        if not is_over and self._error is None:
             self._error = error
             self._has_begun.set()
 
@@ -94,6 +96,10 @@ class RankWork:
         if self._error is not None:
             raise self._error
 
+    def has_failed(self) -> bool:
+        """Before its turn, or since."""
+        return self._error is not None
+
     def fails_within(self, seconds: float) -> bool:
         """Whether it does, of one that the host is not done with."""
         return self._has_begun.wait(seconds)
@@ -104,20 +110,20 @@ class _Asked:
     """A collective in the queue."""
 
     work: RankWork
-    operation: Operation
-    nbytes: int
+    tensor: torch.Tensor
+    """What passes. Where it is on a GPU the device does it, on the stream of collectives."""
+    is_held: bool
+    """The device may need the tensor when everybody else has let go of it."""
+    first: Callable[[], Any] | None
+    """What the ranks' hosts tell each other before it."""
+    operation: Callable[[Any], object]
+    """Given that, or None."""
     after: Sequence[Work]
     """What has to be over on this rank first."""
     among: Any
     """The process group whose ranks do it together."""
     is_patient: bool
     """It begins once every rank has come to it, however long that takes."""
-    first: Callable[[], object]
-    """What the ranks' hosts tell each other before it."""
-    on_device: bool
-    """Its tensors are on the GPU."""
-    holds: Sequence[torch.Tensor]
-    """Of those, what the device still needs when everybody else has let go."""
 
 
 class Issuer:
@@ -131,8 +137,8 @@ class Issuer:
         world_size: int,
         timeout_s: float,
         timeline: Timeline,
-        device: torch.device = _CPU,
-        abort: Callable[[], None] = lambda: None,
+        device: torch.device,
+        abort: Callable[[], None],
     ) -> None:
         """`abort` ends what is queued on `device` and would wait for a lost rank for ever."""
         self._rank, self._timeout_s, self._timeline, self._device, self._abort = rank, timeout_s, timeline, device, abort
@@ -149,15 +155,14 @@ class Issuer:
     def ask(
         self,
         name: str,
-        nbytes: int,
-        operation: Operation,
+        tensor: torch.Tensor,
+        operation: Callable[[T], object],
         among: Any,
         *,
         after: Sequence[Work] = (),
+        first: Callable[[], T] | None = None,
+        is_held: bool = False,
         is_patient: bool = False,
-        first: Callable[[], object] = lambda: None,
-        on_device: bool = False,
-        holds: Sequence[torch.Tensor] = (),
     ) -> RankWork:
         """Put a collective of the process group `among` into the queue. Raises what a rank was lost with."""
         work = RankWork(name, None if is_patient else longest_wait_s(self._timeout_s))
@@ -165,34 +170,64 @@ class Issuer:
             if self._error is not None:
                 raise self._error
             self._waiting[work] = None
-        self._asked.put(_Asked(work, operation, nbytes, after, among, is_patient, first, on_device, holds))
+        self._asked.put(_Asked(work, tensor, is_held, first, operation, after, among, is_patient))
         return work
 
     def close(self) -> bool:
-        """Do what was asked for first, unless a rank is lost. True when the thread has ended: it may be stuck in a collective."""
+        """Do what was asked for first, unless a rank is lost. True when it has been done to its end."""
         self._asked.put(None)
         self._thread.join(0 if self._error is not None else self._timeout_s)
-        self._watch.close()
+        is_over = not self._thread.is_alive() and self._drain()
+        self._watch.close()  # after the device, which may hang where a rank is lost now
         self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
-        if self._motions is not None:
-            with suppress(MoverError):
-                self._motions.close(self._timeout_s)
-        return not self._thread.is_alive()
+        return is_over
+
+    def _drain(self) -> bool:
+        """Wait for what the device has. False where it does not end."""
+        if self._motions is None:
+            return True
+        try:
+            self._motions.close(self._timeout_s)
+            return True
+        except Exception as error:
+            logger.warning("closing: %s", error)
+            return False
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        while (asked := self._asked.get()) is not None:
-            work = asked.work
-            if work.is_completed():  # a rank was lost before its turn
-                continue
-            outcome = self._do(asked)
-            del asked  # the tensors are whose they were
-            if isinstance(outcome, InfinityError):
-                self.lose(outcome)
-            else:
-                work.begin(outcome)
-                self._forget_completed()
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            while (asked := self._next()) is not None:
+                if not asked.work.has_failed():  # a rank was lost before its turn
+                    self._take_turn(asked)
+                del asked  # the tensors are whose they were
+        except BaseException as error:
+            self.lose(MoverError(f"the thread of collectives died on rank {self._rank}: {type(error).__name__}: {error}"))
+            raise
+
+    def _next(self) -> _Asked | None:
+        """What was asked for next. Meanwhile a device that hangs is found: nobody else would say so."""
+        while True:
+            try:
+                return self._asked.get(timeout=_LOOK_EVERY_S if self._motions is not None else None)
+            except queue.Empty:
+                self._check_device()
+
+    def _check_device(self) -> None:
+        self._forget_completed()
+        with self._lock:
+            oldest = next(iter(self._waiting), None)
+        limit_s = COLLECTIVE * self._timeout_s
+        if oldest is not None and time.monotonic() - oldest.begun_at > limit_s:
+            self.lose(RankError(f"{oldest.name} was begun on all ranks, and was not over on the device of rank {self._rank} within {limit_s:g} s"))
+
+    def _take_turn(self, asked: _Asked) -> None:
+        outcome = self._do(asked)
+        if isinstance(outcome, InfinityError):
+            self.lose(outcome)
+        else:
+            asked.work.begin(outcome)
+            self._forget_completed()
 
     def _forget_completed(self) -> None:
         with self._lock:
@@ -206,7 +241,7 @@ class Issuer:
         self._begun += 1
         self._watch.tell(self._begun, name)
         try:
-            motion = self._perform(asked)
+            motion = self._queue(asked) if asked.tensor.is_cuda else self._perform(asked)
         except InfinityError as error:
             return error
         except Exception as error:
@@ -215,27 +250,29 @@ class Issuer:
         return motion
 
     def _perform(self, asked: _Asked) -> Motion | None:
-        if asked.on_device:
-            return self._queue(asked)
+        """From beginning to end."""
         for motion in asked.after:
             motion.wait()
         if asked.is_patient:
             self._meet()
-        with self._timeline.span(Lane.COMM, asked.work.name, asked.nbytes):
-            self._agree(asked.work.name, asked.among)
-            asked.first()
-            asked.operation()
+        with self._timeline.span(Lane.COMM, asked.work.name, asked.tensor.nbytes):
+            asked.operation(self._agree(asked))
         return None
 
-    def _queue(self, asked: _Asked) -> Motion:
+    def _queue(self, asked: _Asked) -> Motion | None:
         """On the stream of collectives, once every rank's host has come to it."""
         assert self._motions is not None
         with OnStream(self._motions.stream(Lane.COMM)):
             for motion in asked.after:
                 follow(motion)
-        self._agree(asked.work.name, asked.among)
-        asked.first()
-        return self._motions.run(Lane.COMM, asked.work.name, asked.nbytes, asked.operation, asked.holds)
+        told = self._agree(asked)
+        holds = (asked.tensor,) if asked.is_held else ()
+        return self._motions.run(Lane.COMM, asked.work.name, asked.tensor.nbytes, lambda: asked.operation(told), holds)
+
+    def _agree(self, asked: _Asked) -> Any:
+        """What the ranks have come to is the same on all; then what they tell each other."""
+        self._compare(asked.work.name, asked.among)
+        return None if asked.first is None else asked.first()
 
     def _meet(self) -> None:
         """Wait until every rank has come to this collective, or one is lost."""
@@ -247,7 +284,7 @@ class Issuer:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _agree(self, name: str, group: Any) -> None:
+    def _compare(self, name: str, group: Any) -> None:
         """Raise TraceError, on all ranks, where they have come to different collectives: of gathers of equal size nobody else would notice.
 
         RankError where one has come to its failure instead.
@@ -290,8 +327,14 @@ class Issuer:
             self._waiting.clear()
         for work in works:
             work.fail(self._error)
-        if is_first:
+        if is_first and self._motions is not None:
+            threading.Thread(target=self._abort_device, name="infinity-abort", daemon=True).start()  # it may take long, and never end
+
+    def _abort_device(self) -> None:
+        try:
             self._abort()
+        except Exception as error:
+            logger.warning("what is queued between the ranks' GPUs could not be ended: %s", error)
 
 
 def distinct(values: Sequence[T]) -> list[T]:

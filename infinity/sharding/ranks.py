@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity.errors import ConfigError, InfinityError, RankError
-from infinity.sharding.groups import ALONE_HERE, Groups, join_groups
-from infinity.sharding.issuer import Issuer, Operation, all_gather, distinct, named_ranks
+from infinity.sharding.groups import ALONE_HERE, Groups, all_gather, join_groups, reduce_scatter
+from infinity.sharding.issuer import Issuer, distinct, named_ranks
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import FAILED
 from infinity.storage.stream_work import stream_work
 from infinity.storage.work import COMPLETED, Work, join
 from infinity.timeline import Timeline
 
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""By its name since torch 2.13, or the older one."""
+_NOTHING = torch.empty(0)
+"""What moves where values are only compared."""
 
 T = TypeVar("T")
 Reduced = Callable[[Tensor, frozenset[int]], None]
@@ -41,6 +41,7 @@ class Ranks:
 
     def __init__(self, *, timeout_s: float, timeline: Timeline, groups: Groups | None = None, store: Any = None) -> None:
         """`groups` None: a world of one. `store`: any that all ranks share. Waits at most `timeout_s` for another rank."""
+        self._groups = groups
         self._group: Any = None if groups is None else groups.everyone
         self._shards: Any = None if groups is None else groups.shards
         self._replicas: Any = None if groups is None else groups.replicas
@@ -53,6 +54,8 @@ class Ranks:
         """Among the ranks of this machine."""
         self.device = torch.device("cpu") if groups is None else groups.device
         """On which this rank computes; of a world of one it is not known here."""
+        self.on_card = 1 if groups is None else groups.on_card
+        """How many ranks compute there."""
         self._issuer: Issuer | None = None
         if groups is not None and self.world_size > 1:
             beats = dist.PrefixStore(f"infinity/{groups.everyone.group_name}", store)  # type: ignore[attr-defined]
@@ -73,8 +76,7 @@ class Ranks:
         if self.shard_size == 1:
             return join(after)
         own = full[_slice(self.shard(full.numel()))]
-        operation = partial(all_gather, full, own, group=self._shards)
-        return self._ask(f"gather of {name}", full.nbytes, operation, after, self._shards, on_device=full.is_cuda, holds=(full,))
+        return self._ask(f"gather of {name}", full, lambda _: all_gather(full, own, group=self._shards), after, self._shards, is_held=True)
 
     def reduce(self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced) -> Work:
         """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [shard_size x n], and who of `count` members
@@ -87,27 +89,25 @@ class Ranks:
             then(full, members)
             return COMPLETED
 
-        present: list[frozenset[int]] = []
-        tell = lambda: present.append(self._union(members, count))  # noqa: E731
-        reduce = lambda: then(self._average(full), present[0])  # noqa: E731
-        return self._ask(f"reduce of {name}", full.nbytes, reduce, [stream_work(full.device)], first=tell, on_device=full.is_cuda)
+        tell = partial(self._union, members, count)
+        return self._ask(f"reduce of {name}", full, lambda present: then(self._average(full), present), [stream_work(full.device)], first=tell)
 
     def average(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
         """The same where all ranks know already who has a part in it, once `after` is over: the mean is in this rank's shard of `full`."""
         after = [stream_work(full.device), *after]
-        return self._ask(f"mean of {name}", full.nbytes, lambda: self._average(full), after, on_device=full.is_cuda)
+        return self._ask(f"mean of {name}", full, lambda _: self._average(full), after)
 
     def total(self, value: float, name: str) -> float:
         """The sum over all shards, in fp64 and in their order: the same number on every rank. Waits."""
         if self.shard_size == 1:
             return value
         cells, mine = torch.zeros(self.shard_size, dtype=torch.float64), torch.tensor([value], dtype=torch.float64)
-        self._ask(f"sum of {name}", cells.nbytes, lambda: all_gather(cells, mine, group=self._shards), among=self._shards).wait()
+        self._ask(f"sum of {name}", cells, lambda _: all_gather(cells, mine, group=self._shards), among=self._shards).wait()
         return float(sum(cells.tolist()))
 
     def broadcast(self, tensor: Tensor, name: str) -> Work:
         """Once the work is over, everybody's `tensor` (contiguous, on the CPU, of any dtype) is rank 0's to the bit."""
-        return self._ask(f"broadcast of {name}", tensor.nbytes, lambda: dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=self._group))
+        return self._ask(f"broadcast of {name}", tensor, lambda _: dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=self._group))
 
     def everybodys(self, value: T, name: str) -> list[T]:
         """What each rank has under this name, by rank; anything that pickles. Waits."""
@@ -142,7 +142,7 @@ class Ranks:
             yield
         except Exception as error:
             with suppress(InfinityError):  # the others', which this one has caused; or that which the body ended with
-                self._ask(f"{FAILED}{what} failed on rank {self.rank}: {type(error).__name__}: {error}", 0, lambda: None).wait()
+                self._ask(f"{FAILED}{what} failed on rank {self.rank}: {type(error).__name__}: {error}", _NOTHING, lambda _: None).wait()
             raise
         self.everybodys(None, what)
 
@@ -155,9 +155,8 @@ class Ranks:
 
     def close(self) -> None:
         """What was asked for is done first, unless a rank is lost. The program's own process group stays."""
-        if self._issuer is not None and self._issuer.close():
-            for group in {self._group, self._shards, self._replicas} - {None}:
-                dist.destroy_process_group(group)
+        if self._groups is not None and self._issuer is not None and self._issuer.close():
+            self._groups.close()
 
     def give_up(self, error: InfinityError) -> None:
         """This rank cannot go on: the others end with what it ended with."""
@@ -173,14 +172,15 @@ class Ranks:
             full.record_stream(torch.cuda.current_stream(full.device))  # whoever let go of it made it on another
         full.div_(self.world_size)
         if self.shard_size > 1:
-            _reduce_scatter(own, full, group=self._shards)
+            reduce_scatter(own, full, group=self._shards)
         if self._replicas is not None:
             dist.all_reduce(own, group=self._replicas)
         return own
 
     def _exchange(self, value: T, name: str, *, is_patient: bool = False) -> list[T]:
         values: list[Any] = [value] * self.world_size
-        self._ask(f"comparison of {name}", 0, lambda: dist.all_gather_object(values, value, group=self._group), is_patient=is_patient).wait()
+        compare = lambda _: dist.all_gather_object(values, value, group=self._group)  # noqa: E731
+        self._ask(f"comparison of {name}", _NOTHING, compare, is_patient=is_patient).wait()
         return values
 
     def _union(self, members: frozenset[int], count: int) -> frozenset[int]:
@@ -189,10 +189,21 @@ class Ranks:
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)
         return frozenset(mask.nonzero().flatten().tolist())
 
-    def _ask(self, name: str, nbytes: int, operation: Operation, after: Sequence[Work] = (), among: Any = None, **options: Any) -> Work:
+    def _ask(
+        self,
+        name: str,
+        tensor: Tensor,
+        operation: Callable[[T], object],
+        after: Sequence[Work] = (),
+        among: Any = None,
+        *,
+        first: Callable[[], T] | None = None,
+        is_held: bool = False,
+        is_patient: bool = False,
+    ) -> Work:
         if self._issuer is None:
             return COMPLETED
-        return self._issuer.ask(name, nbytes, operation, among or self._group, after=after, **options)
+        return self._issuer.ask(name, tensor, operation, among or self._group, after=after, first=first, is_held=is_held, is_patient=is_patient)
 
 
 def join_ranks(device: str, *, timeout_s: float, timeline: Timeline, shard_group: int | None = None) -> Ranks:

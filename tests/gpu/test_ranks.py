@@ -11,10 +11,10 @@ import torch.distributed as dist
 from models import tiny_gpt
 
 import infinity
-from infinity.errors import CapacityError, RankError
+from infinity.errors import CapacityError, InfinityError, RankError
 from infinity.kinds import Group, Lane, Tier
-from infinity.sharding.groups import Groups, Here
-from infinity.sharding.issuer import Issuer, all_gather
+from infinity.sharding.groups import Groups, Here, all_gather
+from infinity.sharding.issuer import Issuer
 from infinity.sharding.stages import STAGES
 from infinity.storage.stream_work import stream_work
 from infinity.timeline import Timeline
@@ -177,33 +177,43 @@ def test_collectives_of_tensors_on_gpus_are_spans_of_the_comm_lane(tmp_path):
         assert {"gather", "reduce"} <= names
 
 
-def alone_over_nccl(rank, world_size, folder):
-    """(what was gathered over NCCL, whether before its turn, what a loss leads to, whether the thread has ended) in a group of one."""
+def alone_over_nccl(rank, world_size, folder, is_lost):
+    """(what was gathered over NCCL, whether before its turn, the error that is told after that) in a group of one."""
     device = torch.device("cuda", 0)
     group = dist.new_group([0], backend="cpu:gloo,cuda:nccl")
-    groups = Groups(group, group, None, Here(0, 1), device, uses_nccl=True)
-    issuer = Issuer(dist.HashStore(), rank=0, world_size=1, timeout_s=10.0, timeline=Timeline(), device=device, abort=groups.abort)
+    groups = Groups(dist.new_group([0], backend="gloo"), group, None, Here(0, 1), device, 1, uses_nccl=True)
     full = torch.zeros(1 << 20, device=device)
-    torch.cuda._sleep(200_000_000)
-    full += 3
     own = torch.empty_like(full)
-    gather = issuer.ask("gather", 0, lambda: all_gather(own, full, group=group), group, after=[stream_work(device)], on_device=True, holds=(full,))
+    all_gather(own, full, group=group)  # connects; what is loaded at its first use waits for the device too
+    torch.add(own, 1).mean()
+    issuer = Issuer(dist.HashStore(), rank=0, world_size=1, timeout_s=10.0, timeline=Timeline(), device=device, abort=groups.abort)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    torch.add(full, 3, out=full)
+    gather = issuer.ask("gather", own, lambda _: all_gather(own, full, group=group), group, after=[stream_work(device)], is_held=True)
     gather.sync_current_stream()
     was_early = gather.is_completed()
     gathered = own.mean()  # queued behind it
     gather.wait(10.0)
-    issuer.lose(RankError("rank 1 is lost"))
+    if is_lost:
+        issuer.lose(RankError("rank 1 is lost"))
+    else:
+        assert issuer.close()
     try:
-        issuer.ask("another", 0, lambda: None, group)
+        issuer.ask("another", own, lambda _: None, group)
         error = ""
-    except RankError as lost:
-        error = str(lost)
-    return gathered.item(), was_early, error, issuer.close()
+    except InfinityError as told:
+        error = str(told)
+    if is_lost:
+        issuer.close()
+    groups.close()
+    return gathered.item(), was_early, error
 
 
-def test_nccl_runs_behind_the_stream_and_ends_with_a_loss(tmp_path):
-    (found,) = run_ranks(alone_over_nccl, 1, tmp_path)
-    assert found == (3.0, False, "rank 1 is lost", True)
+@pytest.mark.parametrize(("is_lost", "told"), [(True, "rank 1 is lost"), (False, "the engine is closed")])
+def test_nccl_runs_behind_the_stream_and_ends_in_order_or_with_a_loss(tmp_path, is_lost, told):
+    ((gathered, was_early, error),) = run_ranks(alone_over_nccl, 1, tmp_path, is_lost)
+    assert (gathered, was_early) == (3.0, False) and error.startswith(told)
 
 
 def lose(rank, world_size, folder, when):
