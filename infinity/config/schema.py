@@ -225,7 +225,7 @@ class Prefetch(Section):
 
     units: Annotated[Whole, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Units fetched ahead of the one in use, 0 to 1024. Each costs one unit of memory; 0 fetches on demand, which hides nothing.
-    "auto": 2, and up to 12 as long as the units that are live take an eighth of the budget of the tier that computes, or half of
+    "auto": 2, and up to 32 as long as the units that are live take an eighth of the budget of the tier that computes, or half of
     what is left of it once everything has its place."""
 
 

@@ -12,7 +12,7 @@ import torch
 
 from infinity.errors import MoverError
 from infinity.kinds import Lane
-from infinity.storage.streams import OnStream
+from infinity.storage.streams import DEADLINE_S, OnStream, nap_until
 from infinity.timeline import Timeline
 
 _ANCHOR_EVERY_S = 10.0
@@ -20,9 +20,6 @@ _ANCHOR_EVERY_S = 10.0
 
 _MOST_UNMEASURED = 1024
 """Finished motions whose spans are not with the timeline yet; two CUDA events each."""
-
-_DEADLINE_S = 120.0
-_LONGEST_NAP_S = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +141,9 @@ class Motion:
         self._lock = threading.Lock()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Sleep in short naps: synchronizing the event would burn a core and could not time out."""
-        deadline = time.monotonic() + (_DEADLINE_S if timeout_s is None else timeout_s)
-        nap_s = 1e-5
-        while not self.finish():
-            if time.monotonic() > deadline:
-                raise MoverError(f"{self.lane} of {self._name}, {self._nbytes} bytes: not over at its deadline. Is the device hung?")
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        """Raises MoverError past the deadline."""
+        if not nap_until(self.finish, DEADLINE_S if timeout_s is None else timeout_s):
+            raise MoverError(f"{self.lane} of {self._name}, {self._nbytes} bytes: not over at its deadline. Is the device hung?")
 
     def is_completed(self) -> bool:
         return self.finish()

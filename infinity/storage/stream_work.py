@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from infinity.errors import MoverError
+from infinity.storage.streams import DEADLINE_S, nap_until
 from infinity.storage.work import COMPLETED, Work
-
-_DEADLINE_S = 120.0
-_LONGEST_NAP_S = 5e-4
 
 
 class StreamWork:
@@ -21,15 +17,10 @@ class StreamWork:
         self._event = torch.cuda.current_stream(device).record_event()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Sleep in short naps: synchronizing the event could not time out. Raises MoverError past the deadline."""
-        limit_s = _DEADLINE_S if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
-        nap_s = 1e-5
-        while not self._event.query():
-            if time.monotonic() > deadline:
-                raise MoverError(f"the compute stream was not done with what it had queued within {limit_s:g} s. Is the device hung?")
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        """Raises MoverError past the deadline."""
+        limit_s = DEADLINE_S if timeout_s is None else timeout_s
+        if not nap_until(self.is_completed, limit_s):
+            raise MoverError(f"the compute stream was not done with what it had queued within {limit_s:g} s. Is the device hung?")
 
     def is_completed(self) -> bool:
         return bool(self._event.query())

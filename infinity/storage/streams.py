@@ -1,8 +1,28 @@
-"""Working on a CUDA stream that is not the thread's current one."""
+"""Working on a CUDA stream that is not the thread's current one, and waiting for one."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
+
+DEADLINE_S = 120.0
+"""How long a device may take for what is queued there, where nobody says."""
+
+_LONGEST_NAP_S = 5e-4
+
+
+def nap_until(is_over: Callable[[], bool], limit_s: float) -> bool:
+    """Sleep in short naps: synchronizing an event would burn a core and could not time out. False at the limit."""
+    deadline = time.monotonic() + limit_s
+    nap_s = 1e-5
+    while not is_over():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+    return True
 
 
 class OnStream:
