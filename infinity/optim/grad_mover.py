@@ -171,7 +171,7 @@ class GradMover:
         under_way: deque[_Landing | Arrival] = deque()
         begun: Move | None = None
         try:
-            if self._is_cuda:
+            if self._is_cuda and self._device.index is not None:
                 torch.cuda.set_device(self._device)  # or this thread would open the first GPU too
             while True:
                 move = self._next(under_way)
