@@ -29,6 +29,7 @@ from infinity.kinds import Lane, Tier  # noqa: E402
 from infinity.sizes import GiB, format_bytes, parse_bytes  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import common  # noqa: E402
 import gpt  # noqa: E402
 
 
@@ -62,7 +63,7 @@ class Watch:
 
 
 def train(args: argparse.Namespace, device: torch.device, folder: str, watch: Watch) -> dict[str, Any]:
-    shape = gpt.Shape(layers=args.layers, heads=args.heads, width=args.width, context=args.sequence, vocabulary=args.vocabulary, recompute=True)
+    shape = common.shape_of(args)
     config: dict[str, Any] = {
         "device": str(device),
         "budgets": {"cpu": args.cpu, **({"hbm": args.hbm} if device.type == "cuda" else {})},
@@ -127,11 +128,7 @@ def report(result: dict[str, Any], watch: Watch, limits: dict[Tier, int]) -> boo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--vocabulary", type=int, default=50304)
-    parser.add_argument("--sequence", type=int, default=1024)
+    common.add_shape(parser)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--dtype", default="bf16")

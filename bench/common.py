@@ -1,7 +1,8 @@
-"""How contenders are timed against each other."""
+"""What benches share: how contenders are timed, how ranks are started, the model of whole steps."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -14,6 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+SHAPE = {"layers": 24, "width": 2048, "heads": 16, "vocabulary": 50304, "sequence": 1024}
+"""The GPT of 1.3 billion parameters that the benches of whole steps train."""
 
 PAUSE_S = 0.02
 """Between two contenders: OpenMP's threads spin for a while after their work is done, on the cores of whoever comes next."""
@@ -57,6 +61,19 @@ def fio_memory(block_bytes: int, depth: int) -> str:
     needed = -(-block_bytes * depth // page_bytes) + 1
     reserved = re.search(r"HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text())
     return "mmaphuge" if reserved and int(reserved[1]) >= needed else "malloc"
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """An argument for each of SHAPE."""
+    for name, default in SHAPE.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+
+
+def shape_of(args: argparse.Namespace) -> Any:
+    """The examples' gpt.Shape that they say, with recompute of each block."""
+    import gpt
+
+    return gpt.Shape(layers=args.layers, heads=args.heads, width=args.width, context=args.sequence, vocabulary=args.vocabulary, recompute=True)
 
 
 def run_ranks(ranks: int, command: Sequence[str]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ import torch
 import infinity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import common  # noqa: E402
 import gpt  # noqa: E402
 
 PLACEMENTS = {
@@ -156,11 +157,7 @@ def report(found: dict[str, dict[str, list[float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--vocabulary", type=int, default=50304)
-    parser.add_argument("--sequence", type=int, default=1024)
+    common.add_shape(parser)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
@@ -177,7 +174,7 @@ def main() -> None:
     if args.toy:
         args.layers, args.width, args.heads, args.vocabulary, args.sequence, args.batch, args.rounds, args.warmup = 2, 64, 2, 256, 32, 2, 2, 1
         args.cpu, args.placements = "256MiB", "cpu,nvme"
-    shape = gpt.Shape(layers=args.layers, heads=args.heads, width=args.width, context=args.sequence, vocabulary=args.vocabulary, recompute=True)
+    shape = common.shape_of(args)
     tokens = torch.randint(0, min(512, args.vocabulary), (args.batch, args.sequence + 1), generator=torch.Generator().manual_seed(7)).to(device)
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"

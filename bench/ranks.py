@@ -47,7 +47,7 @@ def child(args: argparse.Namespace) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    shape = gpt.Shape(layers=args.layers, heads=args.heads, width=args.width, context=args.sequence, vocabulary=args.vocabulary, recompute=True)
+    shape = common.shape_of(args)
     tokens = torch.randint(0, min(512, args.vocabulary), (args.batch, args.sequence + 1), generator=torch.Generator().manual_seed(rank)).to(device)
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
     barrier = dist.new_group(backend="gloo")
@@ -136,7 +136,7 @@ def busy_together(spans: list[tuple[str, int, int]], lanes: tuple[str, ...]) -> 
 def measure(contender: str, ranks: int, batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         command = [sys.executable, __file__, "--child", "--contender", contender, "--batch", str(batch), "--dir", folder, "--cpu", args.cpu]
-        for name in ("layers", "width", "heads", "vocabulary", "sequence", "rounds"):
+        for name in (*common.SHAPE, "rounds"):
             command += [f"--{name}", str(getattr(args, name))]
         if args.trace:
             command += ["--trace", f"{args.trace}_{contender}_{ranks}.json"]
@@ -169,11 +169,7 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
     parser.add_argument("--batches", type=int, nargs="+", default=[8], help="sequences of a rank, for each number of ranks or for all")
     parser.add_argument("--contenders", default="hbm,states-on-cpu,nvme,fsdp2")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--vocabulary", type=int, default=50304)
-    parser.add_argument("--sequence", type=int, default=1024)
+    common.add_shape(parser)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cpu", default="40GiB", help="budgets.cpu of each rank")
     parser.add_argument("--dir", default="/var/tmp", help="directory on the drive")
