@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from infinity.config import Config
+from infinity.device import tier_of
 from infinity.errors import ConfigError
-from infinity.kinds import Group, Tier
+from infinity.kinds import Group
 from infinity.planner.plan import Plan
 from infinity.planner.working import LIVE
 from infinity.sharding.groups import first_other
@@ -25,7 +26,7 @@ def check_alike(ranks: Ranks, share: Share, config: Config, model: nn.Module, la
     _check(ranks, dict(_tensors(model)), "the model", "Build the same one on every rank")
     if not share.is_sharded(Group.PARAM):
         return  # what is fetched, and when, is each rank's own affair
-    tier = Tier.HBM if plan.device.type == "cuda" else Tier.CPU
+    tier = tier_of(plan.device)
     ranks.check_same(
         (plan.prefetch_units, plan.working_bytes(tier, LIVE), plan.chunk_numel),
         "how far to run ahead, in units, bytes and elements of a chunk,",

@@ -15,6 +15,7 @@ from torch import nn
 from infinity import checkpoint, native
 from infinity.alike import check_alike
 from infinity.config import Config
+from infinity.device import tier_of
 from infinity.errors import ConfigError
 from infinity.kinds import Group, Tier
 from infinity.optim.adamw import CpuKernel, GpuKernel
@@ -291,7 +292,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
 def _make_scheduler(prepared: Prepared, kept: Kept, update: Update, closers: ExitStack) -> Scheduler:
     """What moves units, within the shares of the budget that the plan set aside."""
     plan, device = prepared.plan, prepared.device
-    compute = Tier.HBM if device.type == "cuda" else Tier.CPU
+    compute = tier_of(device)
     clock = ComputeClock(kept.timeline, device)
     descent = Descent(
         update.grads,

@@ -1,10 +1,11 @@
-"""Which device a process computes on."""
+"""Which device a process computes on, and the tier beside it."""
 
 from __future__ import annotations
 
 import torch
 
 from infinity.errors import ConfigError
+from infinity.kinds import Tier
 
 
 def choose_device(name: str, *, rank_here: int = 0, ranks_here: int = 1) -> torch.device:
@@ -22,3 +23,8 @@ def choose_device(name: str, *, rank_here: int = 0, ranks_here: int = 1) -> torc
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device() if ranks_here == 1 else rank_here % count)
+
+
+def tier_of(device: torch.device) -> Tier:
+    """Where the tensors are that it computes with."""
+    return Tier.HBM if device.type == "cuda" else Tier.CPU

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from infinity.device import tier_of
 from infinity.kinds import Group, Tier
 from infinity.optim.exchange import BUFFERS
 from infinity.optim.grad_mover import LOOKAHEAD, landing_bytes, ring_count
@@ -53,7 +54,7 @@ class Job:
     @property
     def compute(self) -> Tier:
         """Where units are live."""
-        return Tier.HBM if self.device.type == "cuda" else Tier.CPU
+        return tier_of(self.device)
 
 
 def working(job: Job, chunks: Sequence[Piece], placement: Placement) -> list[Working]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from infinity.device import tier_of
 from infinity.kinds import Group, Tier
 from infinity.optim.grad_mover import LOOKAHEAD, ring_count
 from infinity.optim.ring import Ring
@@ -33,7 +34,7 @@ class Gradients:
             if spec.tier is Tier.NVME and spec.key.group is Group.GRAD:
                 self._chunks[of_index[spec.key.unit]].append(spec)
         self._sizes = {unit: _footprint(unit, chunks, plan) for unit, chunks in self._chunks.items()}
-        self._room_bytes = plan.working_bytes(Tier.HBM if plan.device.type == "cuda" else Tier.CPU, ON_THEIR_WAY)
+        self._room_bytes = plan.working_bytes(tier_of(plan.device), ON_THEIR_WAY)
         self._coming: deque[tuple[Future[None], int]] = deque()
         # Of the ring's buffers LOOKAHEAD are with gradients that land; the last of them to land is being written already.
         count = ring_count(plan.busy_paths) - (LOOKAHEAD - 1)

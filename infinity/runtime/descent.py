@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from infinity.device import tier_of
 from infinity.kinds import Group, Lane, Tier
 from infinity.optim.grads import Grads
 from infinity.runtime.compute_clock import ComputeClock
@@ -50,7 +51,7 @@ class Descent:
         deadline_s: float,
     ) -> None:
         self._grads, self._ranks, self._share, self._slabs, self._clock, self._device = grads, ranks, share, slabs, clock, device
-        self._budget = Budget(Tier.HBM if device.type == "cuda" else Tier.CPU, budget_bytes)
+        self._budget = Budget(tier_of(device), budget_bytes)
         self._lane = Lane.NVME_WRITE if store.holds(Tier.NVME, Group.GRAD) else Lane.DOWNLOAD
         self._deadline_s = deadline_s
         self._reducing: deque[_Reducing] = deque()

@@ -77,25 +77,26 @@ class Parts:
 
     def join(self) -> None:
         """Block the host until nothing is in the air any more, however it went."""
-        stop = time.monotonic() + self._deadline_s
-        with self._changed:
-            while self._unstarted and self._error is None and self._is_alive() and time.monotonic() < stop:
-                self._changed.wait(timeout=min(1.0, self._deadline_s))
+        self._is_started_in_time()
         for work in self._works:
             _is_broken(work, self._deadline_s)
 
     def _wait_started(self) -> None:
+        if not self._is_started_in_time():
+            state = "did not answer" if self._is_alive() else "is dead"
+            raise MoverError(f"unit {self.name!r} was not fetched within {self._deadline_s:g} s: the mover {state}. nvme.deadline_s sets the limit.")
+        if self._error is not None:
+            raise self._error
+
+    def _is_started_in_time(self) -> bool:
+        """Wait until all works exist, or it has failed. False where whoever starts them is dead, or too late."""
         stop = time.monotonic() + self._deadline_s
         with self._changed:
             while self._unstarted and self._error is None:
                 left_s = max(0.0, stop - time.monotonic())
                 if not self._changed.wait(timeout=min(1.0, left_s)) and (time.monotonic() >= stop or not self._is_alive()):
-                    state = "did not answer" if self._is_alive() else "is dead"
-                    raise MoverError(
-                        f"unit {self.name!r} was not fetched within {self._deadline_s:g} s: the mover {state}. nvme.deadline_s sets the limit."
-                    )
-            if self._error is not None:
-                raise self._error
+                    return False
+        return True
 
 
 class Fetch(Parts):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from infinity import native
+from infinity.device import tier_of
 from infinity.errors import CapacityError, ClosedError, InfinityError, MoverError, TraceError
-from infinity.kinds import Group, Lane, Tier
+from infinity.kinds import Group, Lane
 from infinity.runtime.buffers import Buffers
 from infinity.runtime.collector import Collector
 from infinity.runtime.compute_clock import ComputeClock
@@ -454,7 +455,7 @@ class Scheduler:
     def _too_much(self, fetch: Fetch) -> CapacityError:
         others = [other for other in self._fetches.values() if other.attached and other is not fetch and other not in self._queue]
         live = ", ".join(f"{other.name} {format_bytes(other.nbytes)}" for other in others[:4]) + (", ..." if len(others) > 4 else "")
-        tier = Tier.HBM if self._cuda else Tier.CPU
+        tier = tier_of(self._device)
         return CapacityError(
             f"unit {fetch.name!r} needs {format_bytes(fetch.nbytes)}, but {len(others)} live units ({live}) hold {format_bytes(self._used_bytes)} of "
             f"the {format_bytes(self._budget_bytes + self._spare_bytes)} that budgets.{tier.value} leaves for them. "

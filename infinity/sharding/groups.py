@@ -139,7 +139,7 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
 
 def _meet(everyone: Any, size: int) -> Here:
     """Who is on this machine. Raises ConfigError, on all ranks, where they would make different groups."""
-    told = _tell(everyone, (this_host(), size))
+    told = tell(everyone, (this_host(), size))
     hosts, sizes = [host for host, _ in told], [other for _, other in told]
     other = first_other(sizes)
     if other is not None:
@@ -168,7 +168,7 @@ def _choose_devices(everyone: Any, name: str, here: Here) -> tuple[torch.device,
         found = _Found(device.type, _card(device), "")
     except Exception as error:  # of the driver too: the others wait
         found = _Found("", "", str(error))
-    told = _tell(everyone, found)
+    told = tell(everyone, found)
     errors = [f"{other.error} (rank {rank})" for rank, other in enumerate(told) if other.error]
     if errors:
         raise ConfigError(errors[0])
@@ -188,10 +188,10 @@ def _card(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def _tell(everyone: Any, mine: T) -> list[T]:
-    """What each rank has, by rank."""
-    told: list[Any] = [mine] * dist.get_world_size(everyone)
-    dist.all_gather_object(told, mine, group=everyone)
+def tell(group: Any, mine: T) -> list[T]:
+    """What each rank of the group has, in its order; anything that pickles."""
+    told: list[Any] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
     return told
 
 

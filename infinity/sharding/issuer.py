@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from infinity.errors import ClosedError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
-from infinity.sharding.groups import COLLECTIVE, all_gather
+from infinity.sharding.groups import COLLECTIVE, all_gather, tell
 from infinity.sharding.watch import FAILED, SharedStore, Watch
 from infinity.storage.motions import Motion, Motions
 from infinity.storage.streams import OnStream
@@ -241,7 +241,11 @@ class Issuer:
         self._begun += 1
         self._watch.tell(self._begun, name)
         try:
-            motion = self._queue(asked) if asked.tensor.is_cuda else self._perform(asked)
+            motion = None
+            if asked.tensor.is_cuda:
+                motion = self._queue(asked)
+            else:
+                self._perform(asked)
         except InfinityError as error:
             return error
         except Exception as error:
@@ -249,7 +253,7 @@ class Issuer:
         self._watch.tell(self._begun, BETWEEN)
         return motion
 
-    def _perform(self, asked: _Asked) -> Motion | None:
+    def _perform(self, asked: _Asked) -> None:
         """From beginning to end."""
         for motion in asked.after:
             motion.wait()
@@ -257,9 +261,8 @@ class Issuer:
             self._meet()
         with self._timeline.span(Lane.COMM, asked.work.name, asked.tensor.nbytes):
             asked.operation(self._agree(asked))
-        return None
 
-    def _queue(self, asked: _Asked) -> Motion | None:
+    def _queue(self, asked: _Asked) -> Motion:
         """On the stream of collectives, once every rank's host has come to it."""
         assert self._motions is not None
         with OnStream(self._motions.stream(Lane.COMM)):
@@ -294,8 +297,7 @@ class Issuer:
         everybodys = torch.empty(size, dtype=mine.dtype)
         all_gather(everybodys, mine, group=group)
         if len(set(everybodys.tolist())) > 1:
-            names: list[Any] = [name] * size
-            dist.all_gather_object(names, name, group=group)
+            names = tell(group, name)
             failed = [other.removeprefix(FAILED) for other in names if other.startswith(FAILED)]
             if failed:
                 raise RankError(failed[0])

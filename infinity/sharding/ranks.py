@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity.errors import ConfigError, InfinityError, RankError
-from infinity.sharding.groups import ALONE_HERE, Groups, all_gather, join_groups, reduce_scatter
+from infinity.sharding.groups import ALONE_HERE, Groups, all_gather, join_groups, reduce_scatter, tell
 from infinity.sharding.issuer import Issuer, distinct, named_ranks
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import FAILED
@@ -178,9 +178,10 @@ class Ranks:
         return own
 
     def _exchange(self, value: T, name: str, *, is_patient: bool = False) -> list[T]:
-        values: list[Any] = [value] * self.world_size
-        compare = lambda _: dist.all_gather_object(values, value, group=self._group)  # noqa: E731
-        self._ask(f"comparison of {name}", _NOTHING, compare, is_patient=is_patient).wait()
+        if self._issuer is None:
+            return [value]
+        values: list[T] = []
+        self._ask(f"comparison of {name}", _NOTHING, lambda _: values.extend(tell(self._group, value)), is_patient=is_patient).wait()
         return values
 
     def _union(self, members: frozenset[int], count: int) -> frozenset[int]:

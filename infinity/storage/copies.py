@@ -6,21 +6,8 @@ import torch
 
 from infinity.kinds import Lane
 from infinity.storage.motions import Motions
-from infinity.storage.work import StreamedWork
+from infinity.storage.work import COMPLETED, StreamedWork
 from infinity.timeline import Timeline
-
-
-class _DoneCopy:
-    """A copy on a CPU device: over when it returns."""
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        return
-
-    def is_completed(self) -> bool:
-        return True
-
-    def sync_current_stream(self) -> None:
-        return
 
 
 class Copies:
@@ -93,10 +80,7 @@ class Copies:
     def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, name: str) -> StreamedWork:
         with self._timeline.span(lane, name, target.nbytes):
             target.copy_(source.view(target.shape))
-        return _DONE
-
-
-_DONE = _DoneCopy()
+        return COMPLETED
 
 
 def _to_host(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -43,7 +43,7 @@ def follow(work: Work, timeout_s: float | None = None) -> None:
 
 
 class CompletedWork:
-    """Nothing had to move."""
+    """Nothing has to move any more."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         return
@@ -51,8 +51,11 @@ class CompletedWork:
     def is_completed(self) -> bool:
         return True
 
+    def sync_current_stream(self) -> None:
+        return
 
-COMPLETED: Work = CompletedWork()
+
+COMPLETED: StreamedWork = CompletedWork()
 
 
 class JoinedWork:

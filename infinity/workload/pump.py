@@ -127,7 +127,8 @@ class Pump:
             self.stopped_ns = time.monotonic_ns()
 
     def _prepare(self, transfers: Rows) -> _Batch:
-        begun_ns, buffer_set, ready = time.monotonic_ns(), 0, COMPLETED
+        begun_ns, buffer_set = time.monotonic_ns(), 0
+        ready: Work = COMPLETED
         if self._stage is not None and self._sets is not None:
             buffer_set = self._free_set()
             blocks = np.flatnonzero(transfers["direction"] != SYNC)

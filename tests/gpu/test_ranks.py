@@ -18,6 +18,7 @@ from infinity.sharding.issuer import Issuer
 from infinity.sharding.stages import STAGES
 from infinity.storage.stream_work import stream_work
 from infinity.timeline import Timeline
+from tests.gpu.test_engine import distance
 from tests.ranks import TIMEOUT_S, job, run_ranks
 from tests.test_ranks import Primes, build, calls_of, ours, plain
 from tests.test_ranks import settings as on_cpus
@@ -39,11 +40,6 @@ def settings(folder, placement, **sections):
         "budgets": {"cpu": "256MiB", "hbm": "1GiB"},
         "placement": dict(zip(("param", "grad", "optimizer"), placement, strict=True)),
     }
-
-
-def distance(a, b):
-    """The 2-norm. Single elements may part further: a key's bias has no gradient but rounding, which Adam blows up."""
-    return sum((a[name].double() - b[name].double()).square().sum() for name in a).sqrt().item()
 
 
 def compare(rank, world_size, kind, folder, ways, shard_group):
