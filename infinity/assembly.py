@@ -18,9 +18,10 @@ from infinity.config import Config
 from infinity.device import tier_of
 from infinity.errors import ConfigError
 from infinity.kinds import Group, Tier
-from infinity.optim.adamw import CpuKernel, GpuKernel
+from infinity.optim.adamw import CpuKernel
 from infinity.optim.chunks import trainable_chunks
 from infinity.optim.exchange import Exchange
+from infinity.optim.gpu_adamw import GpuKernel
 from infinity.optim.grads import Grads
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredAdamW, names_of

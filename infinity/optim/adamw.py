@@ -1,4 +1,4 @@
-"""AdamW on flat tensors: the formula to read, and the two kernels that compute it where the states live."""
+"""AdamW on flat tensors: the formula to read, and the kernel for states in CPU memory. That for HBM is in gpu_adamw.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from infinity import native
@@ -62,54 +61,3 @@ class CpuKernel:
     def update(self, states: States, grad: Tensor, param_out: Tensor, segments: Sequence[AdamSegment], grad_scale: float) -> None:
         master, exp_avg, exp_avg_sq = states
         native.adamw(self._pool, master, exp_avg, exp_avg_sq, grad, param_out, segments, grad_scale=grad_scale)
-
-
-class GpuKernel:
-    """Four launches or so per chunk on the current stream: gradient to fp32 times scale, torch's fused AdamW, cast.
-
-    Borrows one fp32 gradient of the chunk's length from torch's allocator while it runs.
-    """
-
-    def update(self, states: States, grad: Tensor, param_out: Tensor, segments: Sequence[AdamSegment], grad_scale: float) -> None:
-        if grad_scale == 1.0:
-            grad = grad.float()
-        else:  # a one-element tensor, unlike a number, takes part in type promotion: the product is fp32 in a single pass
-            grad = torch.mul(grad, torch.full((1,), grad_scale, dtype=torch.float32, device=grad.device))
-        for rule, runs in _by_rule(segments).items():
-            _fused_adamw([[tensor[run] for run in runs] for tensor in (*states, grad)], rule)
-        runs = [slice(segment.start, segment.stop) for segment in segments]
-        torch._foreach_copy_([param_out[run] for run in runs], [states[0][run] for run in runs])
-
-
-RuleKey = tuple[float, float, float, float, float, int]
-"""lr, beta1, beta2, eps, weight_decay, step: what one fused call can do at once."""
-
-
-def _by_rule(segments: Iterable[AdamSegment]) -> dict[RuleKey, list[slice]]:
-    groups: dict[RuleKey, list[slice]] = {}
-    for start, stop, *rule in segments:
-        lr, beta1, beta2, eps, weight_decay, step = rule
-        groups.setdefault((lr, beta1, beta2, eps, weight_decay, int(step)), []).append(slice(start, stop))
-    return groups
-
-
-def _fused_adamw(tensors: list[list[Tensor]], rule: RuleKey) -> None:
-    """torch's multi-tensor kernel on equally long lists of master, exp_avg, exp_avg_sq and grad."""
-    masters, exp_avgs, exp_avg_sqs, grads = tensors
-    lr, beta1, beta2, eps, weight_decay, step = rule
-    steps = [torch.full((), float(step), dtype=torch.float32, device=masters[0].device)] * len(masters)
-    torch._fused_adamw_(
-        masters,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        steps,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )

@@ -10,6 +10,7 @@ import torch
 from infinity.device import tier_of
 from infinity.kinds import Group, Tier
 from infinity.optim.exchange import BUFFERS
+from infinity.optim.gpu_adamw import PIECE_NUMEL
 from infinity.optim.grad_mover import LOOKAHEAD, landing_bytes, ring_count
 from infinity.optim.pipeline import buffer_count
 from infinity.optim.staging import Homes, ring_bytes
@@ -123,7 +124,7 @@ def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[
         dtype, resting = piece.flat.dtype, grad_dtype(piece.flat, job.wish.accumulates)
         wanted = ring_bytes(piece.numel, dtype, resting, homes)
         addend, total = landing_bytes(piece.numel, dtype, resting, homes.grad, is_cuda=job.device.type == "cuda")
-        wanted.update(addends=addend, totals=total, update=piece.numel * STATE_BYTES if homes.on_gpu else 0)
+        wanted.update(addends=addend, totals=total, update=min(piece.numel, PIECE_NUMEL) * STATE_BYTES if homes.on_gpu else 0)
         ring.update((name, max(nbytes, ring.get(name, 0))) for name, nbytes in wanted.items())
     yield Working(name="optimizer ring", tier=Tier.CPU, nbytes=buffer_count(job.busy_paths) * slab_bytes(ring.get("states", 0)))
     yield Working(name="parameter ring", tier=Tier.CPU, nbytes=buffer_count(job.busy_paths) * slab_bytes(ring.get("params", 0)))
@@ -132,7 +133,7 @@ def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[
     yield Working(name="landing gradients", tier=Tier.CPU, nbytes=landing)
     device_rings = ring.get("device_grads", 0) + ring.get("device_params", 0)
     yield Working(name="rings of the update", tier=Tier.HBM, nbytes=buffer_count(job.busy_paths) * device_rings)
-    yield Working(name="fp32 gradient of a chunk", tier=Tier.HBM, nbytes=ring.get("update", 0))
+    yield Working(name="fp32 gradient of a piece", tier=Tier.HBM, nbytes=ring.get("update", 0))
 
 
 def _windows(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:

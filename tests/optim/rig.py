@@ -13,9 +13,10 @@ from optim.fakes import MemoryStore
 
 from infinity import native
 from infinity.kinds import OPTIMIZER_STATES, Group, State, Tier
-from infinity.optim.adamw import CpuKernel, GpuKernel
+from infinity.optim.adamw import CpuKernel
 from infinity.optim.chunks import Address, Chunk, trainable_chunks
 from infinity.optim.exchange import Exchange
+from infinity.optim.gpu_adamw import GpuKernel
 from infinity.optim.grads import Grads
 from infinity.optim.optimizer import TieredAdamW
 from infinity.optim.pipeline import Pipeline

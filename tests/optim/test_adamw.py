@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,10 +11,11 @@ from hypothesis import strategies as st
 
 from infinity import native
 from infinity.native import AdamSegment
-from infinity.optim.adamw import CpuKernel, GpuKernel, Kernel, reference_step
+from infinity.optim.adamw import CpuKernel, Kernel, reference_step
+from infinity.optim.gpu_adamw import PIECE_NUMEL, GpuKernel, TorchKernel
 
 POOL = native.ThreadPool(2)
-KERNELS = [pytest.param(CpuKernel(POOL), id="cpu"), pytest.param(GpuKernel(), id="gpu")]
+KERNELS = [pytest.param(CpuKernel(POOL), id="cpu"), pytest.param(TorchKernel(), id="torch")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RULE = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
@@ -74,23 +77,74 @@ def test_zeros_stay_zeros(kernel: Kernel):
 def test_both_kernels_agree_on_any_segments(cuts: list[int], steps: list[int], scale: float):
     parts = [AdamSegment(a, b, **RULE, step=step) for a, b, step in zip(cuts[::2], cuts[1::2], steps, strict=False)]
     grad = torch.randn(3000, generator=torch.Generator().manual_seed(2)).bfloat16()
-    on_cpu, on_gpu = states_of(3000), states_of(3000)
+    ours, torchs = states_of(3000), states_of(3000)
     outs = torch.zeros(3000, dtype=torch.bfloat16), torch.zeros(3000, dtype=torch.bfloat16)
-    CpuKernel(POOL).update(on_cpu, grad, outs[0], parts, scale)
-    GpuKernel().update(on_gpu, grad, outs[1], parts, scale)
-    for ours, theirs in zip(on_cpu, on_gpu, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=5e-7, atol=1e-7)
+    CpuKernel(POOL).update(ours, grad, outs[0], parts, scale)
+    TorchKernel().update(torchs, grad, outs[1], parts, scale)
+    for one, other in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-7, atol=1e-7)
+
+
+def test_torchs_kernel_takes_a_long_segment_in_pieces():
+    numel = PIECE_NUMEL + 5
+    parts = [AdamSegment(0, numel, **RULE, step=2)]
+    grad = torch.ones(numel)
+    ours, torchs = (torch.ones(numel), torch.ones(numel), torch.ones(numel)), (torch.ones(numel), torch.ones(numel), torch.ones(numel))
+    out = torch.zeros(numel)
+    reference_step(*ours, grad, None, parts)
+    TorchKernel().update(torchs, grad, out, parts, 1.0)
+    for one, other in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-7, atol=1e-7)
+    assert torch.equal(out, torchs[0])
+
+
+def test_where_triton_does_not_work_torchs_kernel_updates_and_the_log_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "infinity.optim.triton_adamw", raising=False)
+    parts = [AdamSegment(0, 100, **RULE, step=2)]
+    ours, torchs = states_of(100), states_of(100)
+    kernel = GpuKernel()
+    for _ in range(2):
+        kernel.update(ours, torch.ones(100), torch.zeros(100), parts, 1.0)
+        TorchKernel().update(torchs, torch.ones(100), torch.zeros(100), parts, 1.0)
+    assert all(torch.equal(one, other) for one, other in zip(ours, torchs, strict=True))
+    (message,) = caplog.messages
+    assert "Triton does not work here" in message
+
+
+NUMEL = 100_003
+WIDE = torch.logspace(-44, 3, NUMEL)
+"""From the smallest denormals on."""
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("grad_dtype", DTYPES)
-def test_on_cuda_the_gpu_kernel_computes_the_formula(grad_dtype: torch.dtype):
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("beta1", [0.9, 0.3])
+def test_on_cuda_the_gpu_kernel_is_the_cpu_kernel_to_the_bit(grad_dtype: torch.dtype, out_dtype: torch.dtype, beta1: float):
+    rule = {**RULE, "beta1": beta1}
+    parts = [AdamSegment(0, 5000, **rule, step=3), AdamSegment(5120, 90_000, **rule, step=1000), AdamSegment(90_001, NUMEL, **rule, step=1)]
+    grad = (torch.randn(NUMEL, generator=torch.Generator().manual_seed(5)) * WIDE).to(grad_dtype)
+    master, exp_avg, exp_avg_sq = states_of(NUMEL)
+    on_cpu = (master, exp_avg * WIDE, exp_avg_sq * WIDE)
+    on_gpu = tuple(state.cuda() for state in on_cpu)
+    outs = torch.full((NUMEL,), 7.0, dtype=out_dtype), torch.full((NUMEL,), 7.0, dtype=out_dtype, device="cuda")
+    CpuKernel(POOL).update(on_cpu, grad, outs[0], parts, 0.37)
+    GpuKernel().update(on_gpu, grad.cuda(), outs[1], parts, 0.37)
+    for cpu, gpu in zip((*on_cpu, outs[0]), (*on_gpu, outs[1]), strict=True):
+        assert torch.equal(cpu, gpu.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_on_cuda_torchs_kernel_computes_the_formula(grad_dtype: torch.dtype):
     parts = [AdamSegment(0, 2000, **RULE, step=3), AdamSegment(2304, 5000, **RULE, step=3), AdamSegment(5000, 5100, **RULE, step=1)]
     grad = torch.randn(6000, generator=torch.Generator().manual_seed(5)).to(grad_dtype)
     expected, expected_out = states_of(6000), torch.zeros(6000, dtype=torch.bfloat16)
     got, out = tuple(state.cuda() for state in states_of(6000)), torch.zeros(6000, dtype=torch.bfloat16, device="cuda")
     reference_step(*expected, grad, expected_out, parts, grad_scale=0.25)
-    GpuKernel().update(got, grad.cuda(), out, parts, 0.25)
+    TorchKernel().update(got, grad.cuda(), out, parts, 0.25)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=5e-7, atol=1e-7)

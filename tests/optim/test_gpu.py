@@ -43,14 +43,12 @@ def run_three_steps(place, dtype: torch.dtype, device: torch.device, tmp_path) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_every_placement_computes_what_the_cpu_computes(place, dtype: torch.dtype, tmp_path):
+def test_every_placement_computes_what_the_cpu_computes_to_the_bit(place, dtype: torch.dtype, tmp_path):
     expected, expected_norms = run_three_steps(everywhere(Tier.CPU), dtype, torch.device("cpu"), tmp_path / "cpu")
     got, norms = run_three_steps(place, dtype, torch.device("cuda"), tmp_path / "cuda")
-    assert norms == pytest.approx(expected_norms, rel=1e-6)
-    for state in STATES[1:]:
-        for name, value in expected[state].items():
-            torch.testing.assert_close(got[state][name], value, rtol=2e-6, atol=2e-7)
-    assert all(torch.equal(got[State.PARAM][name], got[State.MASTER][name].to(dtype)) for name in expected[State.PARAM])
+    assert norms == pytest.approx(expected_norms, rel=1e-6)  # clip_grad_norm_ returns fp32, summed in another order
+    for state in STATES:
+        assert all(torch.equal(got[state][name], value) for name, value in expected[state].items()), state
 
 
 def test_a_gradient_comes_down_after_the_kernel_that_computes_it_and_not_later():
