@@ -257,6 +257,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         share=share,
         chunk_numel=prepared.plan.chunk_numel,
         store=kept.store,
+        copies=kept.copies,
         ranks=ranks,
         slabs=kept.pools.plain,
         timeline=kept.timeline,

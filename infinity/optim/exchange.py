@@ -6,14 +6,15 @@ Where both are sharded there is nothing to do here: backward has reduced, and fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from infinity.errors import InfinityError
-from infinity.kinds import Group, Lane
+from infinity.kinds import Group, Lane, Tier
 from infinity.optim.chunks import Chunk, FlatKey
 from infinity.optim.grads import Grads, GradSet
 from infinity.optim.promise import Promise
@@ -22,6 +23,7 @@ from infinity.sharding.layout import FlatLayout, Interval, UnitLayout
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import Share
 from infinity.storage.chunks import ChunkKey
+from infinity.storage.copies import Copies
 from infinity.storage.slabs import SlabPool
 from infinity.storage.store import Store
 from infinity.storage.stream_work import stream_work
@@ -29,7 +31,7 @@ from infinity.storage.work import Work, join
 from infinity.timeline import Timeline
 
 BUFFERS = 2
-"""Full flat buffers for what does not rest in one piece: one that is filled or emptied while another is with the ranks."""
+"""Full flat buffers for what the ranks do not reach where it rests: one that is filled or emptied while another is with them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +54,27 @@ class _Full:
     flat: _Flat
     values: Tensor
     """[numel]: where it rests, or a buffer."""
-    loan: Tensor | None
+    loan: _Loan | None
     work: Work
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loan:
+    """A buffer, and the ring that it goes back to."""
+
+    buffer: Tensor
+    ring: Ring
+
+    def end(self, after: Work) -> None:
+        self.ring.give_back(self.buffer, after)
+
+
 class Exchange:
-    """Used by the thread that steps. Every rank takes the same flat buffers in the same order."""
+    """Used by the thread that steps. Every rank takes the same flat buffers in the same order.
+
+    The ranks work on a flat buffer where it rests in one piece on the compute device. One that rests in one piece in CPU memory beside a GPU passes
+    through HBM, so that all of them have the GPUs' links between them; one in several places, or on NVMe, through CPU memory.
+    """
 
     def __init__(
         self,
@@ -67,13 +84,15 @@ class Exchange:
         share: Share,
         chunk_numel: int,
         store: Store,
+        copies: Copies,
         ranks: Ranks,
         slabs: SlabPool,
         timeline: Timeline,
         deadline_s: float,
     ) -> None:
-        """`grad_chunks`: those whose gradients the share keeps."""
-        self._share, self._store, self._ranks, self._timeline, self._deadline_s = share, store, ranks, timeline, deadline_s
+        """`grad_chunks`: those whose gradients the share keeps. `copies`: to and from the compute device."""
+        self._share, self._store, self._copies, self._ranks = share, store, copies, ranks
+        self._timeline, self._deadline_s = timeline, deadline_s
         self._averages = not share.is_alone and not share.is_sharded(Group.GRAD)
         self._gathers = share.is_sharded(Group.OPTIMIZER) and not share.is_sharded(Group.PARAM)
         of_flat: dict[FlatKey, list[Chunk]] = {}
@@ -91,18 +110,26 @@ class Exchange:
             for f, flat in enumerate(unit.flats)
             if flat.trainable
         ]
-        self._ring = Ring(slabs.take, count=BUFFERS, nbytes=max((self._buffer_bytes(flat) for flat in self._flats), default=0))
+        wanted = {Tier.CPU: 0, Tier.HBM: 0}
+        for flat in self._flats:
+            for group, nbytes in self._exchanged(flat):
+                if (tier := self._passes_through(flat, group)) is not None:
+                    wanted[tier] = max(wanted[tier], nbytes)
+        take_hbm = partial(torch.empty, dtype=torch.uint8, device=copies.device)
+        self._rings = {
+            Tier.CPU: Ring(slabs.take, count=BUFFERS, nbytes=wanted[Tier.CPU]),
+            Tier.HBM: Ring(take_hbm, count=BUFFERS, nbytes=wanted[Tier.HBM]),
+        }
         self._coming: deque[_Flat] = deque()
         """Parameters to gather that are not updated yet, in forward order."""
         self._under_way: deque[_Full] = deque()
 
-    def _buffer_bytes(self, flat: _Flat) -> int:
-        needed = [0]
-        if self._averages and self._rest(flat, Group.GRAD) is None:
-            needed.append(flat.layout.numel * flat.grads[0].grad_dtype.itemsize)
-        if self._gathers and self._rest(flat, Group.PARAM) is None:
-            needed.append(flat.layout.nbytes)
-        return max(needed)
+    def _exchanged(self, flat: _Flat) -> Iterator[tuple[Group, int]]:
+        """What passes between ranks, and its bytes."""
+        if self._averages:
+            yield Group.GRAD, flat.layout.numel * flat.grads[0].grad_dtype.itemsize
+        if self._gathers:
+            yield Group.PARAM, flat.layout.nbytes
 
     # -- before the update -------------------------------------------------------------------------------------------
 
@@ -116,8 +143,11 @@ class Exchange:
         try:
             under_way: deque[_Full] = deque()
             for flat in (flat for flat in self._flats if present[flat.key]):
-                while under_way and not self._can_open(flat, Group.GRAD):
-                    self._land(under_way.popleft(), grads, taken, present)
+                while not self._can_open(flat, Group.GRAD):
+                    if under_way:
+                        self._land(under_way.popleft(), grads, taken, present)
+                    elif not grads.land_oldest():
+                        break  # the mover's thread lands the next one
                 under_way.append(self._begin_average(flat, taken))
             for full in under_way:
                 self._land(full, grads, taken, present)
@@ -134,7 +164,7 @@ class Exchange:
             if not taken.holds(chunk):
                 part.zero_()
             elif loan is not None:
-                reads.append(self._store.fetch(chunk.key(Group.GRAD), part.view(torch.uint8)))
+                reads.append(self._bring(chunk.key(Group.GRAD), part))
         work = self._ranks.average(values, flat.name, after=reads)
         if not self._share.is_sharded(Group.OPTIMIZER):
             work = join((work, self._ranks.gather(values, f"the mean of {flat.name}")))
@@ -148,7 +178,7 @@ class Exchange:
             taken.done(chunk)
         landed = Promise(f"the mean of {flat.name}", self._deadline_s)
         if full.loan is not None:
-            self._ring.give_back(full.loan, landed)
+            full.loan.end(landed)
         grads.arrive(*flat.key, full.values[run.start : run.stop], present[flat.key], landed.keep, start=run.start)
 
     # -- after the update --------------------------------------------------------------------------------------------
@@ -173,7 +203,8 @@ class Exchange:
             self._under_way.append(self._begin_gather(self._coming.popleft()))
         while self._under_way:
             self._settle(self._under_way.popleft())
-        self._ring.drain()
+        for ring in self._rings.values():
+            ring.drain()
 
     def gather_all(self) -> None:
         """Each rank has new parameters in its own part of every trained flat buffer: bring the others'."""
@@ -183,7 +214,7 @@ class Exchange:
     def _begin_gather(self, flat: _Flat) -> _Full:
         values, loan = self._open(flat, Group.PARAM, flat.layout.dtype)
         own = [] if loan is None else [(key, run) for key, run in flat.params if self._is_own(flat, run)]
-        reads = [self._store.fetch(key, values[run.start : run.stop].view(torch.uint8)) for key, run in own]
+        reads = [self._bring(key, values[run.start : run.stop]) for key, run in own]
         after = [stream_work(values.device), *reads]
         return _Full(flat, values, loan, self._ranks.gather(values, f"the new {flat.name}", after=after))
 
@@ -192,8 +223,7 @@ class Exchange:
         self._wait_for_ranks(full)
         if full.loan is not None:
             others = [(key, run) for key, run in full.flat.params if not self._is_own(full.flat, run)]
-            writes = [self._store.write_back(key, full.values[run.start : run.stop].view(torch.uint8)) for key, run in others]
-            self._ring.give_back(full.loan, join(writes))
+            full.loan.end(join(self._bring_home(key, full.values[run.start : run.stop]) for key, run in others))
 
     def _is_own(self, flat: _Flat, run: Interval) -> bool:
         return len(run.overlap(self._share.run(flat.layout, Group.OPTIMIZER))) > 0
@@ -216,20 +246,45 @@ class Exchange:
         """uint8: the flat buffer itself, where it rests in one piece."""
         return self._store.whole(*flat.key, group)
 
+    def _passes_through(self, flat: _Flat, group: Group) -> Tier | None:
+        """Where it needs a buffer to be with the ranks; None where it rests within their reach."""
+        rest = self._rest(flat, group)
+        if rest is None:
+            return Tier.CPU
+        return None if rest.device.type == self._copies.device.type else Tier.HBM
+
     def _can_open(self, flat: _Flat, group: Group) -> bool:
         """Whether that needs no waiting for a buffer."""
-        return self._rest(flat, group) is not None or self._ring.has_free()
+        tier = self._passes_through(flat, group)
+        return tier is None or self._rings[tier].has_free()
 
-    def _open(self, flat: _Flat, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def _open(self, flat: _Flat, group: Group, dtype: torch.dtype) -> tuple[Tensor, _Loan | None]:
         """A full flat buffer to work on, and the loan if it is not where it rests."""
-        rest = self._rest(flat, group)
-        if rest is not None:
+        tier = self._passes_through(flat, group)
+        if tier is None:
+            rest = self._rest(flat, group)
+            assert rest is not None
             return rest.view(dtype), None
-        loan = self._ring.take()
-        return loan[: flat.layout.numel * dtype.itemsize].view(dtype), loan
+        loan = _Loan(self._rings[tier].take(), self._rings[tier])
+        return loan.buffer[: flat.layout.numel * dtype.itemsize].view(dtype), loan
+
+    def _bring(self, key: ChunkKey, part: Tensor) -> Work:
+        """A chunk at rest into its part of a buffer."""
+        resident = self._store.resident(key)
+        if resident is None or part.device.type == "cpu":
+            return self._store.fetch(key, part.view(torch.uint8))
+        queued = torch.cuda.current_stream(part.device).record_event()  # which may still sum up what the buffer held before
+        return self._copies.upload(resident, part.view(torch.uint8), str(key), after=queued)
+
+    def _bring_home(self, key: ChunkKey, part: Tensor) -> Work:
+        resident = self._store.resident(key)
+        if resident is None or part.device.type == "cpu":
+            return self._store.write_back(key, part.view(torch.uint8))
+        return self._copies.download(part.view(torch.uint8), resident, str(key))
 
     def close(self) -> None:
         """Let go of the buffers."""
         self._coming.clear()
         self._under_way.clear()
-        self._ring.close()
+        for ring in self._rings.values():
+            ring.close()

@@ -100,7 +100,7 @@ def _gradients(job: Job) -> Iterator[Working]:
 
 
 def _exchange(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
-    """Flat buffers that are whole on every rank, and on their way between ranks around an update: those that do not rest in one piece."""
+    """Flat buffers that are whole on every rank, and on their way between ranks around an update: those that these do not reach where they rest."""
     share = job.share
     exchanged = {Group.PARAM: share.is_sharded(Group.OPTIMIZER) and not share.is_sharded(Group.PARAM), Group.GRAD: not share.is_sharded(Group.GRAD)}
     tiers: dict[FlatGroup, set[Tier]] = {}
@@ -112,6 +112,8 @@ def _exchange(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterat
             sizes[flat_group] = piece.flat.numel * element_bytes(piece.flat, piece.key.group, job.wish.accumulates)
     in_pieces = [nbytes for flat_group, nbytes in sizes.items() if len(tiers[flat_group]) > 1 or Tier.NVME in tiers[flat_group]]
     yield Working(name="buffers between ranks", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(max(in_pieces, default=0)))
+    beside = [nbytes for flat_group, nbytes in sizes.items() if job.compute is Tier.HBM and tiers[flat_group] == {Tier.CPU}]
+    yield Working(name="buffers between ranks", tier=Tier.HBM, nbytes=BUFFERS * footprint(max(beside, default=0), job.device))
 
 
 def _rings(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:

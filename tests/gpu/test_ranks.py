@@ -15,6 +15,7 @@ from infinity.errors import CapacityError, InfinityError, RankError
 from infinity.kinds import Group, Lane, Tier
 from infinity.sharding.groups import Groups, Here, all_gather
 from infinity.sharding.issuer import Issuer
+from infinity.sharding.ranks import Ranks
 from infinity.sharding.stages import STAGES
 from infinity.storage.stream_work import stream_work
 from infinity.timeline import Timeline
@@ -172,6 +173,35 @@ def lanes(rank, world_size, folder):
 def test_collectives_of_tensors_on_gpus_are_spans_of_the_comm_lane(tmp_path):
     for names in run_ranks(lanes, 2, tmp_path):
         assert {"gather", "reduce"} <= names
+
+
+def exchange(rank, world_size, folder, stage, placement):
+    """On what kind of device gradients were averaged and parameters gathered."""
+    seen = set()
+
+    def noted(call):
+        return lambda self, full, name, **after: (seen.add((call.__name__, full.device.type)), call(self, full, name, **after))[1]
+
+    Ranks.average, Ranks.gather = noted(Ranks.average), noted(Ranks.gather)
+    with infinity.initialize(tiny_gpt(recompute=True), settings(folder, placement, zero={"stage": stage})) as engine:
+        for call in calls_of(tiny_gpt, rank, world_size)[:2]:
+            engine.model(*call).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("stage", "placement", "expected"),
+    [
+        (0, ("cpu", "cpu", "cpu"), {("average", "cuda"), ("gather", "cuda")}),
+        (1, ("cpu", "cpu", "cpu"), {("average", "cuda"), ("gather", "cuda")}),
+        (2, ("cpu", "hbm", "hbm"), {("gather", "cuda")}),
+        (1, ("nvme", "cpu", "nvme"), {("average", "cuda"), ("gather", "cpu")}),
+    ],
+)
+def test_what_rests_whole_in_cpu_memory_passes_between_ranks_in_hbm(tmp_path, stage, placement, expected):
+    assert run_ranks(exchange, 2, tmp_path, stage, placement) == [expected] * 2
 
 
 def alone_over_nccl(rank, world_size, folder, is_lost):

@@ -201,7 +201,7 @@ def rig(
         buffers=buffers,
     )
     ranks = Ranks(timeout_s=deadline_s, timeline=timeline)
-    beside = {"store": store, "ranks": ranks, "slabs": slabs, "timeline": timeline, "deadline_s": deadline_s}
+    beside = {"store": store, "copies": copies, "ranks": ranks, "slabs": slabs, "timeline": timeline, "deadline_s": deadline_s}
     exchange = Exchange(units, chunks, share=ALONE, chunk_numel=2048, **beside)
     values = initial_values(shapes, dtype)
     adopt(store, units, chunks, values)
