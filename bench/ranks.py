@@ -79,7 +79,9 @@ def ours(args: argparse.Namespace, build: Callable[[], Any], batch: dict[str, An
         "precision": {"dtype": "bf16"},
         "placement": {group: tier.get(home, home) for group, home in PLACEMENTS[args.contender].items()},
     }
-    with infinity.initialize(build, config) as engine:
+    with device:
+        model = build()
+    with infinity.initialize(model, config) as engine:
 
         def step() -> None:
             engine.model(**batch).backward()
