@@ -10,13 +10,14 @@ from torch import nn
 from infinity.config import Config
 from infinity.device import tier_of
 from infinity.errors import ConfigError
-from infinity.kinds import Group
+from infinity.kinds import Group, Tier
 from infinity.planner.plan import Plan
 from infinity.planner.working import LIVE
 from infinity.sharding.groups import first_other
 from infinity.sharding.layout import UnitLayout
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import Share
+from infinity.storage.chunks import FlatGroup, flat_group_of
 
 
 def check_alike(ranks: Ranks, share: Share, config: Config, model: nn.Module, layouts: Sequence[UnitLayout], plan: Plan) -> None:
@@ -24,9 +25,12 @@ def check_alike(ranks: Ranks, share: Share, config: Config, model: nn.Module, la
     _check(ranks, dict(_keys(config.model_dump(mode="json"))), "the configuration", "Give every rank the same one")
     _check(ranks, dict(_params(layouts)), "the model", "Build the same one on every rank")
     _check(ranks, dict(_tensors(model)), "the model", "Build the same one on every rank")
+    tier = tier_of(plan.device)
+    if tier is Tier.HBM:
+        hint = 'With "auto" it follows from each machine\'s memory: set budgets.hbm and budgets.cpu'
+        _check(ranks, dict(_meetings(share, layouts, plan)), "where ranks exchange what each keeps whole", hint)
     if not share.is_sharded(Group.PARAM):
         return  # what is fetched, and when, is each rank's own affair
-    tier = tier_of(plan.device)
     ranks.check_same(
         (plan.prefetch_units, plan.working_bytes(tier, LIVE), plan.chunk_numel),
         "how far to run ahead, in units, bytes and elements of a chunk,",
@@ -51,6 +55,18 @@ def _keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield from _keys(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", repr(value)
+
+
+def _meetings(share: Share, layouts: Sequence[UnitLayout], plan: Plan) -> Iterator[tuple[str, str]]:
+    """(flat buffer, where an update on GPUs exchanges it), by the rule of optim/exchange.py: what rests in one piece in memory meets in HBM."""
+    tiers: dict[FlatGroup, set[Tier]] = {}
+    for spec in plan.specs:
+        if share.is_exchanged(spec.key.group):
+            tiers.setdefault(flat_group_of(spec.key), set()).add(spec.tier)
+    names = {layout.index: layout for layout in layouts}
+    for (unit, flat, group), found in tiers.items():
+        is_near = len(found) == 1 and Tier.NVME not in found
+        yield f"{group.value} of {names[unit].flat_name(flat)}", "in HBM" if is_near else "in CPU memory"
 
 
 def _params(layouts: Sequence[UnitLayout]) -> Iterator[tuple[str, str]]:

@@ -39,6 +39,36 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
 
 
+class Keeps(nn.Module):
+    """Keeps a view of a weight beyond its call, if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.keeps, self.kept = False, None
+
+    def forward(self, x):
+        if self.keeps:
+            self.kept = self.linear.weight.detach().t()
+        return self.linear(x).relu()
+
+
+def test_a_view_that_is_kept_is_not_overwritten_though_its_unit_stayed_for_backward(tmp_path):
+    config = settings(tmp_path, NVME, units={"classes": ["Keeps"], "threshold": 1}, prefetch={"units": 1})
+    x = torch.randn(2, 8)
+    with infinity.initialize(nn.Sequential(*(Keeps() for _ in range(4))), config) as engine:
+        *others, last = engine.model
+        for step in range(4):
+            last.keeps = step == 2  # it is the last of the forward, and the first of the backward
+            if last.keeps:
+                with engine.gathered(last):
+                    expected = last.linear.weight.detach().t().clone()
+            engine.model(x).sum().backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        assert torch.equal(last.kept, expected)
+
+
 def t5():
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     config = transformers.T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0)

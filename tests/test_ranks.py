@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -179,6 +180,29 @@ def test_training_is_as_close_to_torch_as_torchs_own_variants_and_placements_are
             assert all((values[name] == first[name]).all() for name in first), way
 
 
+def gathers(rank, world_size, folder):
+    """How often each flat buffer was gathered in the third step, by units fetched ahead."""
+    found = []
+    for units in (0, 2, 32):
+        run = {"store": {"run": str(units)}, "prefetch": {"units": units}, "train": {"accumulation": 1}}
+        with infinity.initialize(tiny_gpt(layers=4), settings(folder, **run)) as engine:
+            for step, call in enumerate(calls_of(tiny_gpt, rank, world_size)[:3]):
+                before = time.monotonic_ns() if step == 2 else 0
+                engine.model(*call).backward()
+                spans = [span for span in engine.timeline.spans() if span.lane is Lane.COMM and span.start_ns >= before]
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+        found.append(Counter(span.name for span in spans if span.name.startswith("gather of ")))
+    return found
+
+
+def test_a_unit_within_reach_is_gathered_once_for_forward_and_backward(tmp_path):
+    for none, some, all_of_them in run_ranks(gathers, 2, tmp_path):
+        assert all(count >= 2 for count in none.values())
+        assert sum(all_of_them.values()) < sum(some.values()) < sum(none.values())
+        assert all(count <= 1 for count in all_of_them.values()), "those that came at the end of the step before are not even in it"
+
+
 def weigh(rank, world_size, folder):
     """(elements, by stage: bytes at rest by the plan, bytes in this rank's files, elements that pass in a step, the values)"""
     elements, found = sum(p.numel() for p in tiny_gpt(dim=128, layers=4).parameters()), {}
@@ -186,6 +210,7 @@ def weigh(rank, world_size, folder):
         passed = []
         for steps in (1, 2):
             run = {"store": {"resume": "never", "run": f"{stage.number}-{steps}"}, "zero": {"stage": stage.number}, "train": {"accumulation": 1}}
+            run["prefetch"] = {"units": 0}  # and none stays for backward
             config = settings(folder, "nvme", precision={"dtype": "bf16"}, optimizer={"chunk_size": "64KiB"}, **run)
             with infinity.initialize(tiny_gpt(dim=128, layers=4), config) as engine:
                 for call in calls_of(tiny_gpt, rank, world_size)[:steps]:

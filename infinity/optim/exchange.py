@@ -93,8 +93,7 @@ class Exchange:
         """`grad_chunks`: those whose gradients the share keeps. `copies`: to and from the compute device."""
         self._share, self._store, self._copies, self._ranks = share, store, copies, ranks
         self._timeline, self._deadline_s = timeline, deadline_s
-        self._averages = not share.is_alone and not share.is_sharded(Group.GRAD)
-        self._gathers = share.is_sharded(Group.OPTIMIZER) and not share.is_sharded(Group.PARAM)
+        self._averages, self._gathers = share.is_exchanged(Group.GRAD), share.is_exchanged(Group.PARAM)
         of_flat: dict[FlatKey, list[Chunk]] = {}
         for chunk in grad_chunks:
             of_flat.setdefault(chunk.flat_key, []).append(chunk)

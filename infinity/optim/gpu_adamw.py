@@ -10,9 +10,8 @@ from torch import Tensor
 
 from infinity.native import AdamSegment
 from infinity.optim.adamw import Kernel, States
-from infinity.sizes import MiB
 
-PIECE_NUMEL = 4 * MiB
+PIECE_NUMEL = 1 << 22
 """Elements that torch's kernel takes at a time: one gradient of so many in fp32 is what it borrows."""
 
 _log = logging.getLogger(__name__)
@@ -44,12 +43,12 @@ def _choose(device: torch.device, grad_dtype: torch.dtype, param_dtype: torch.dt
         return kernel
     except Exception as error:  # of an import, of Triton, or of the compilers that it calls
         found = f"{type(error).__name__}: {error}".splitlines()[0]
-        _log.warning("Triton does not work here (%s): torch's fused AdamW updates what rests in HBM, at half the speed, with other last bits", found)
+        _log.warning("Triton does not work here (%s): torch's fused AdamW updates what rests in HBM, slower and with other last bits", found)
         return TorchKernel()
 
 
 class TorchKernel:
-    """Three launches or so per piece: gradient to fp32 times scale, torch's fused AdamW, cast. Borrows from torch's allocator while it runs."""
+    """Four launches or so per piece: gradient to fp32 times scale, torch's fused AdamW, cast. Borrows from torch's allocator while it runs."""
 
     def update(self, states: States, grad: Tensor, param_out: Tensor, segments: Sequence[AdamSegment], grad_scale: float) -> None:
         # A one-element tensor, unlike a number, takes part in type promotion: the product is fp32 in a single pass.

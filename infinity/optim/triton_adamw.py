@@ -18,7 +18,7 @@ from infinity.native import AdamSegment
 from infinity.optim.adamw import States
 
 _BLOCK = 1024
-"""Elements per program: 8 for each of 128 threads, so that every load and store takes 16 bytes."""
+"""Elements per program: 8 for each of 128 threads, so that loads and stores take 16 bytes where a segment's length allows."""
 
 
 @triton.jit

@@ -101,12 +101,10 @@ def _gradients(job: Job) -> Iterator[Working]:
 
 def _exchange(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterator[Working]:
     """Flat buffers that are whole on every rank, and on their way between ranks around an update: those that these do not reach where they rest."""
-    share = job.share
-    exchanged = {Group.PARAM: share.is_sharded(Group.OPTIMIZER) and not share.is_sharded(Group.PARAM), Group.GRAD: not share.is_sharded(Group.GRAD)}
     tiers: dict[FlatGroup, set[Tier]] = {}
     sizes: dict[FlatGroup, int] = {}
     for piece in chunks:
-        if not share.is_alone and piece.flat.trainable and exchanged.get(piece.key.group):
+        if piece.flat.trainable and job.share.is_exchanged(piece.key.group):
             flat_group = flat_group_of(piece.key)
             tiers.setdefault(flat_group, set()).add(placement[piece.key])
             sizes[flat_group] = piece.flat.numel * element_bytes(piece.flat, piece.key.group, job.wish.accumulates)

@@ -157,7 +157,7 @@ class AttachedUnit:
         )
 
     def rest(self) -> bool:
-        """Drop the flat buffers; every parameter is a placeholder again. True when nothing but the buffers themselves holds their memory now."""
+        """Drop the flat buffers; every parameter is a placeholder again. True when something else still holds their memory."""
         flats, self.flats = self.flats or [], None
         for param, plain_class, placeholder, resting_class in zip(
             self._params, self._plain_classes, self._placeholders, self._resting_classes, strict=True
@@ -165,7 +165,7 @@ class AttachedUnit:
             param.__class__ = plain_class
             param.data = placeholder
             param.__class__ = resting_class
-        return [_count_uses(flat) for flat in flats] == self._uses
+        return [_count_uses(flat) for flat in flats] != self._uses
 
     def leave(self, flats: Sequence[Tensor], device: torch.device) -> None:
         """Give every parameter values of its own on `device`, and its own class: the engine is done with it."""

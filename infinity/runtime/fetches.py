@@ -112,6 +112,8 @@ class Fetch(Parts):
         """What this rank brings of the unit, where the parts of the unit itself are gathers."""
         self.last_use: torch.cuda.Event | None = None
         """When the compute stream is done with the buffers, of a unit that was released and kept for its next visit."""
+        self.is_held = False
+        """Views of the buffers may be left from a visit: they serve nobody else when it is over."""
         self.asked_at: torch.cuda.Event | None = None
         """On the stream of whoever asked, of a unit that comes from HBM: an update of what rests there may still be queued before it."""
         self.counted = False

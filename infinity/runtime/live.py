@@ -112,12 +112,12 @@ class LiveUnits:
         unit.is_writable = unit.is_shown = False
         misfit = unit.absorb() if is_writable else None
         with plain_tensors():
-            is_unshared = unit.rest()
+            is_shared = unit.rest()
             if is_writable and misfit is None:
                 self.residency.commit(unit.unit, flats)
                 unit.unit.version += is_modified
             del flats
-            self.residency.release(unit.unit, is_pristine=is_unshared and not (is_shown or is_writable or is_modified))
+            self.residency.release(unit.unit, is_changed=is_shown or is_writable or is_modified, is_shared=is_shared)
             unit.grads.hand_down()
         if self._timeline is not None and unit.began_ns:
             self._timeline.record(Lane.GPU, f"{unit.unit.name} backward", unit.began_ns, time.monotonic_ns())
@@ -158,5 +158,5 @@ class LiveUnits:
         for unit in self.units:
             with torch.no_grad():
                 unit.leave(self.residency.fetch(unit.unit), device)
-                self.residency.release(unit.unit, is_pristine=True)
+                self.residency.release(unit.unit, is_changed=False, is_shared=False)
             unit.unit.version += 1

@@ -19,10 +19,10 @@ class Residency(Protocol):
     def fetch(self, unit: Unit) -> list[Tensor]:
         """One full flat buffer [flat.numel] per `unit.layout.flats` on the compute device, usable by the current stream. Blocks."""
 
-    def release(self, unit: Unit, *, is_pristine: bool) -> None:
+    def release(self, unit: Unit, *, is_changed: bool, is_shared: bool) -> None:
         """The hooks dropped their references to what `fetch` gave; the current stream used the buffers last.
 
-        `is_pristine`: the values are those that were fetched, and no view of the buffers is left that somebody might still read.
+        `is_changed`: the values may not be those that were fetched. `is_shared`: a view of the buffers is left that somebody might still read.
         """
 
     def forward_ends(self) -> None:

@@ -165,18 +165,24 @@ class Scheduler:
                 self._drop(fetch)
             self._changed.notify_all()
 
-    def release(self, unit: Unit, *, is_pristine: bool) -> None:
+    def release(self, unit: Unit, *, is_changed: bool, is_shared: bool) -> None:
         """The hooks dropped their references; the current stream is the last that reads the buffers."""
         with self._changed:
             fetch = self._fetches[unit.layout.index]
             fetch.last_use = torch.cuda.current_stream(self._device.index).record_event() if self._cuda and fetch.nbytes else None
-            if not is_pristine:
-                self._retire(fetch)
-            elif fetch.nbytes and self._comes_soon(fetch.index):
+            fetch.is_held |= is_shared or is_changed
+            if fetch.nbytes and not is_changed and self._comes_soon(fetch.index):  # nothing that differs between ranks
                 fetch.attached = fetch.urgent = False  # as if it had been fetched ahead
             else:
-                self._recycle(fetch)
+                self._let_go(fetch)
             self._wake_mover()
+
+    def _let_go(self, fetch: Fetch) -> None:
+        """No visit uses it any more."""
+        if fetch.is_held:
+            self._retire(fetch)
+        else:
+            self._recycle(fetch)
 
     def _retire(self, fetch: Fetch) -> None:
         """What happens to the buffers is up to those who hold views of them: nobody else gets this memory as long as they do."""
@@ -325,11 +331,8 @@ class Scheduler:
         return self._within_step(self._trace.visit(index, self._prefetch_units))
 
     def _comes_soon(self, index: int) -> bool:
-        """Whether a unit that has been used is about to be used again, as the last ones of a forward are.
-
-        Where ranks gather none is kept: who holds views of its buffers, and for how long, is not the same everywhere.
-        """
-        return not self._gathers and index in self._within_step(self._trace.next_after(self._trace.position, self._prefetch_units))
+        """Whether a unit that has been used is about to be used again, as the last ones of a forward are."""
+        return index in self._within_step(self._trace.next_after(self._trace.position, self._prefetch_units))
 
     def _within_step(self, ahead: list[int]) -> list[int]:
         """Nothing past the end of the step: the update would make it stale."""
@@ -478,7 +481,7 @@ class Scheduler:
         if fetch.has_failed():
             self._drop(fetch)
         else:
-            self._recycle(fetch)
+            self._let_go(fetch)
 
     def _recycle(self, fetch: Fetch) -> None:
         """Forget it. Its buffers serve others from now on."""

@@ -89,8 +89,8 @@ class Ranks:
             then(full, members)
             return COMPLETED
 
-        tell = partial(self._union, members, count)
-        return self._ask(f"reduce of {name}", full, lambda present: then(self._average(full), present), [stream_work(full.device)], first=tell)
+        unite = partial(self._union, members, count)
+        return self._ask(f"reduce of {name}", full, lambda present: then(self._average(full), present), [stream_work(full.device)], first=unite)
 
     def average(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
         """The same where all ranks know already who has a part in it, once `after` is over: the mean is in this rank's shard of `full`."""

@@ -32,6 +32,12 @@ class Share:
         """Whether other ranks keep what is missing here."""
         return self.world_size > 1 and group in self.stage.sharded
 
+    def is_exchanged(self, group: Group) -> bool:
+        """Whether every rank has all of it, and ranks pass it between them around an update: gradients to average, parameters to gather."""
+        if self.is_alone or group is Group.OPTIMIZER or self.is_sharded(group):
+            return False
+        return group is Group.GRAD or self.is_sharded(Group.OPTIMIZER)
+
     def run(self, flat: FlatLayout, group: Group) -> Interval:
         """What is kept of a full flat buffer."""
         return flat.shard(self.rank) if self.is_sharded(group) else Interval(0, flat.numel)

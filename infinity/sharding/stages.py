@@ -21,7 +21,7 @@ class Stage:
         """How many elements pass each rank in a micro-step that ends in an update, in units of the model's elements.
 
         A reduce-scatter of the gradients and an all-gather of the parameters are one each; an all-reduce is both. Parameters that are
-        sharded are gathered for forward and again for backward, and not after the update.
+        sharded are gathered for forward and again for backward, and not after the update; a unit for which there is room stays in between.
         """
         return 3 if Group.PARAM in self.sharded else 2
 

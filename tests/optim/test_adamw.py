@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from infinity import native
 from infinity.native import AdamSegment
+from infinity.optim import gpu_adamw
 from infinity.optim.adamw import CpuKernel, Kernel, reference_step
-from infinity.optim.gpu_adamw import PIECE_NUMEL, GpuKernel, TorchKernel
+from infinity.optim.gpu_adamw import GpuKernel, TorchKernel
 
 POOL = native.ThreadPool(2)
 KERNELS = [pytest.param(CpuKernel(POOL), id="cpu"), pytest.param(TorchKernel(), id="torch")]
@@ -74,7 +75,7 @@ def test_zeros_stay_zeros(kernel: Kernel):
     scale=st.sampled_from([1.0, 1 / 65536, 0.37]),
 )
 @settings(max_examples=40, deadline=None)
-def test_both_kernels_agree_on_any_segments(cuts: list[int], steps: list[int], scale: float):
+def test_the_cpu_kernel_and_torchs_agree_on_any_segments(cuts: list[int], steps: list[int], scale: float):
     parts = [AdamSegment(a, b, **RULE, step=step) for a, b, step in zip(cuts[::2], cuts[1::2], steps, strict=False)]
     grad = torch.randn(3000, generator=torch.Generator().manual_seed(2)).bfloat16()
     ours, torchs = states_of(3000), states_of(3000)
@@ -85,17 +86,18 @@ def test_both_kernels_agree_on_any_segments(cuts: list[int], steps: list[int], s
         torch.testing.assert_close(one, other, rtol=5e-7, atol=1e-7)
 
 
-def test_torchs_kernel_takes_a_long_segment_in_pieces():
-    numel = PIECE_NUMEL + 5
-    parts = [AdamSegment(0, numel, **RULE, step=2)]
-    grad = torch.ones(numel)
-    ours, torchs = (torch.ones(numel), torch.ones(numel), torch.ones(numel)), (torch.ones(numel), torch.ones(numel), torch.ones(numel))
-    out = torch.zeros(numel)
-    reference_step(*ours, grad, None, parts)
-    TorchKernel().update(torchs, grad, out, parts, 1.0)
-    for one, other in zip(ours, torchs, strict=True):
-        torch.testing.assert_close(one, other, rtol=5e-7, atol=1e-7)
-    assert torch.equal(out, torchs[0])
+def test_torchs_kernel_takes_a_long_segment_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_adamw, "PIECE_NUMEL", 1000)
+    taken = []
+    fused = torch._fused_adamw_
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda params, *rest, **rule: (taken.append(params[0].numel()), fused(params, *rest, **rule)))
+    parts = [AdamSegment(3, 2503, **RULE, step=2)]
+    expected, got = states_of(3000), states_of(3000)
+    reference_step(*expected, torch.ones(3000), None, parts)
+    TorchKernel().update(got, torch.ones(3000), torch.zeros(3000), parts, 1.0)
+    assert taken == [1000, 1000, 500]
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=5e-7, atol=1e-7)
 
 
 def test_where_triton_does_not_work_torchs_kernel_updates_and_the_log_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):

@@ -46,7 +46,7 @@ def run_three_steps(place, dtype: torch.dtype, device: torch.device, tmp_path) -
 def test_every_placement_computes_what_the_cpu_computes_to_the_bit(place, dtype: torch.dtype, tmp_path):
     expected, expected_norms = run_three_steps(everywhere(Tier.CPU), dtype, torch.device("cpu"), tmp_path / "cpu")
     got, norms = run_three_steps(place, dtype, torch.device("cuda"), tmp_path / "cuda")
-    assert norms == pytest.approx(expected_norms, rel=1e-6)  # clip_grad_norm_ returns fp32, summed in another order
+    assert norms == pytest.approx(expected_norms, rel=2e-7)  # summed in fp64 in another order, rounded to fp32
     for state in STATES:
         assert all(torch.equal(got[state][name], value) for name, value in expected[state].items()), state
 

@@ -52,9 +52,9 @@ class InMemory:
         self.live_peak = max(self.live_peak, len(self.live))
         return self.live[unit]
 
-    def release(self, unit, *, is_pristine):
+    def release(self, unit, *, is_changed, is_shared):
         for flat in self.live.pop(unit):
-            if is_pristine:
+            if not (is_changed or is_shared):
                 flat.fill_(7.0)
 
     def grad_buffer(self, unit, flat):
