@@ -56,3 +56,17 @@ def batches(count: int, batch: int = 2, length: int = 16, vocab: int = 61, seed:
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randint(0, vocab, (8, length), generator=generator)
     return [pool[torch.randint(0, 8, (batch,), generator=generator)] for _ in range(count)]
+
+
+class Keeps(nn.Module):
+    """Keeps a view of a weight beyond its call, if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.keeps, self.kept = False, None
+
+    def forward(self, x):
+        if self.keeps:
+            self.kept = self.linear.weight.detach().t()
+        return self.linear(x).relu()

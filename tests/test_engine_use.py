@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from engines import CPU, NVME, descriptors, files_below, known_rates, mixed, params_and_masters, settings, threads, ulp_distance, values_of
-from models import batches, tiny_gpt
+from models import Keeps, batches, tiny_gpt
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -37,20 +37,6 @@ def train(model, optimizer, data):
 
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-
-
-class Keeps(nn.Module):
-    """Keeps a view of a weight beyond its call, if it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.keeps, self.kept = False, None
-
-    def forward(self, x):
-        if self.keeps:
-            self.kept = self.linear.weight.detach().t()
-        return self.linear(x).relu()
 
 
 def test_a_view_that_is_kept_is_not_overwritten_though_its_unit_stayed_for_backward(tmp_path):

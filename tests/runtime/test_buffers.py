@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
+from models import Keeps
 from torch import nn
 
 from infinity.runtime.buffers import Buffers
@@ -61,20 +62,6 @@ def test_flats_that_are_cut_alike_share_a_cutter():
     cutters = Cutters()
     assert cutters.of(flat_of((4, 4), (4,))) is cutters.of(flat_of((4, 4), (4,), prefix="other"))
     assert cutters.of(flat_of((4, 4), (4,))) is not cutters.of(flat_of((4,), (4, 4)))
-
-
-class Keeps(nn.Module):
-    """Keeps a view of a weight beyond its call, if it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.keeps, self.kept = False, None
-
-    def forward(self, x):
-        if self.keeps:
-            self.kept = self.linear.weight.detach().t()
-        return self.linear(x).relu()
 
 
 def test_a_buffer_of_which_a_view_is_kept_serves_nobody_else():
