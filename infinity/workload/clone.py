@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from infinity.errors import StorageError
-from infinity.native import READ, SYNC, TRANSFER, WRITE, Aio, Backend
+from infinity.native import READ, SYNC, TRANSFER, WRITE, Aio, available_backends
 from infinity.sizes import SECTOR_BYTES, align_up
 from infinity.workload.hop import Copied, Hop, device_of, hop_sets
 from infinity.workload.job import Job
@@ -199,11 +199,9 @@ def _engine(job: Job) -> Aio:
     largest = max(blocks.largest for blocks in job.blocks)
     if job.ioengine == "psync":
         return Aio(block_bytes=largest, queue_depth=1, backend="threads")
-    backends: tuple[Backend, ...] = ("libaio", "kernel")  # the library, or the system calls that it wraps
+    binding = available_backends()[0]  # the library, or the system calls that it wraps
     try:
-        return Aio(block_bytes=largest, queue_depth=job.depth, backend=backends[0])
+        return Aio(block_bytes=largest, queue_depth=job.depth, backend=binding)
     except StorageError as error:
-        if error.errno != errno.ENOENT:
-            hint = f"job {job.name}: the kernel gives no context of iodepth={job.iodepth}. Raise fs.aio-max-nr, or lower iodepth or numjobs"
-            raise StorageError(error.errno or errno.EAGAIN, "kernel AIO", hint=hint) from error
-        return Aio(block_bytes=largest, queue_depth=job.depth, backend=backends[1])
+        hint = f"job {job.name}: the kernel gives no context of iodepth={job.iodepth}. Raise fs.aio-max-nr, or lower iodepth or numjobs"
+        raise StorageError(error.errno or errno.EAGAIN, "kernel AIO", hint=hint) from error
