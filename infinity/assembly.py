@@ -35,8 +35,9 @@ from infinity.runtime.arguments import move_arguments
 from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.descent import Descent
 from infinity.runtime.hooks import Hooks
+from infinity.runtime.movers import Movers
 from infinity.runtime.origin import OnRead, Origin
-from infinity.runtime.scheduler import Movers, Scheduler
+from infinity.runtime.scheduler import Scheduler
 from infinity.runtime.states import States, held_runs, named_states
 from infinity.runtime.units import Unit
 from infinity.sharding.ranks import Ranks, join_ranks

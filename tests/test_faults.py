@@ -244,15 +244,15 @@ def test_a_mover_that_dies_raises_in_the_main_thread(run, monkeypatch, error, ph
     step(engine)
     scheduler = engine._parts.scheduler
 
-    def die(fetch):
+    def die(fetch, resting):
         raise error
 
     started = time.monotonic()
     with pytest.raises(MoverError) as caught:
         if phase == "forward":
-            monkeypatch.setattr(scheduler, "_begin", die)
+            monkeypatch.setattr(scheduler._loader, "begin", die)
         loss = engine.model(batches(1)[0])
-        monkeypatch.setattr(scheduler, "_begin", die)
+        monkeypatch.setattr(scheduler._loader, "begin", die)
         loss.backward()
     assert caught.value.__cause__ is error
     assert time.monotonic() - started < DEADLINE_S
@@ -284,11 +284,11 @@ def test_a_mover_that_dies_during_the_update_does_not_break_it_off(run, monkeypa
     scheduler, pipeline, error = engine._parts.scheduler, engine._parts.pipeline, RuntimeError("gone")
     begin = pipeline.begin
 
-    def die(fetch):
+    def die(fetch, resting):
         raise error
 
     def begin_and_die(*args):
-        monkeypatch.setattr(scheduler, "_begin", die)
+        monkeypatch.setattr(scheduler._loader, "begin", die)
         begin(*args)
 
     monkeypatch.setattr(pipeline, "begin", begin_and_die)
@@ -305,10 +305,10 @@ def test_a_mover_that_vanishes_is_noticed(run, monkeypatch):
     scheduler = engine._parts.scheduler
     monkeypatch.setattr(scheduler, "_fail", lambda error: None)
 
-    def vanish(fetch):
+    def vanish(fetch, resting):
         raise SystemExit
 
-    monkeypatch.setattr(scheduler, "_begin", vanish)
+    monkeypatch.setattr(scheduler._loader, "begin", vanish)
     started = time.monotonic()
     with pytest.raises(MoverError, match="the mover is dead"):
         step(engine)
@@ -414,7 +414,7 @@ def test_an_interrupt_while_a_unit_is_on_its_way(tmp_path, monkeypatch):
         assert all(torch.equal(want[key], got[key]) for key in want)
 
 
-@pytest.mark.parametrize("at", ["_may_begin_now", "_begin_now", "_begin", "_allocate"])
+@pytest.mark.parametrize("at", ["_may_begin_now", "_begin_now", "_loader.begin", "_room.take"])
 def test_an_interrupt_while_a_thread_starts_a_fetch_itself(tmp_path, monkeypatch, at):
     """As the training thread does for what only has to be copied. Whoever asks again starts afresh."""
     config = config_of(known_rates(tmp_path)) | {"store": {"resume": "never"}}
@@ -425,20 +425,22 @@ def test_an_interrupt_while_a_thread_starts_a_fetch_itself(tmp_path, monkeypatch
         with torch.no_grad():
             want = engine.model(batches(1)[0])
         scheduler.invalidate()
-        real, interrupts = getattr(scheduler, at), [KeyboardInterrupt]
+        owner, _, name = at.rpartition(".")
+        part = getattr(scheduler, owner) if owner else scheduler
+        real, interrupts = getattr(part, name), [KeyboardInterrupt]
 
         def interrupted(*args):
             if interrupts:
                 raise interrupts.pop()
             return real(*args)
 
-        monkeypatch.setattr(scheduler, at, interrupted)
+        monkeypatch.setattr(part, name, interrupted)
         with pytest.raises(KeyboardInterrupt), torch.no_grad():
             engine.model(batches(1)[0])
         assert all(fetch.is_completed() or fetch in scheduler._queue for fetch in scheduler._fetches.values())
         with torch.no_grad():
             assert torch.equal(engine.model(batches(1)[0]), want)
-        assert scheduler._used_bytes <= scheduler._budget_bytes
+        assert scheduler._room.has(0)
 
 
 def test_a_failed_initialize_leaves_nothing(tmp_path, monkeypatch, faulty):

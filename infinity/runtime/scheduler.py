@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,46 +18,20 @@ from infinity import native
 from infinity.device import tier_of
 from infinity.errors import CapacityError, ClosedError, InfinityError, MoverError, TraceError
 from infinity.kinds import Group, Lane
-from infinity.runtime.buffers import Buffers
 from infinity.runtime.collector import Collector
-from infinity.runtime.compute_clock import ComputeClock
-from infinity.runtime.descent import Descent
-from infinity.runtime.fetches import Fetch, Parts, Retired
+from infinity.runtime.fetches import Fetch, Parts
+from infinity.runtime.loader import Loader
+from infinity.runtime.movers import Movers
 from infinity.runtime.resting import resting_unit
-from infinity.runtime.states import States
+from infinity.runtime.room import Room
 from infinity.runtime.trace import Trace
 from infinity.runtime.units import Unit
-from infinity.runtime.uploader import Uploader
 from infinity.sharding.groups import first_other
-from infinity.sharding.layout import Interval
-from infinity.sharding.ranks import Ranks
-from infinity.sharding.share import Share
 from infinity.sizes import format_bytes
-from infinity.storage.chunks import ChunkKey, as_bytes
-from infinity.storage.copies import Copies
-from infinity.storage.reserve import Reserve
-from infinity.storage.slabs import SlabPool
-from infinity.storage.store import Store
-from infinity.storage.work import Work
+from infinity.storage.chunks import as_bytes
 
 EVENT_POLL_S = 0.0005
 """How often the mover looks whether a buffer that it needs back is not in use any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Movers:
-    """What the scheduler moves bytes with; tests replace any of them."""
-
-    store: Store
-    copies: Copies
-    slabs: SlabPool
-    staging: Reserve | None
-    """Pinned buffers of one parameter chunk each; None on a CPU device, where reads land in the unit's own buffer."""
-    descent: Descent
-    states: States
-    clock: ComputeClock
-    ranks: Ranks
-    share: Share
 
 
 class Scheduler:
@@ -77,9 +50,7 @@ class Scheduler:
         deadline_s: float,
     ) -> None:
         self._movers, self._device, self._cuda = movers, device, device.type == "cuda"
-        self._budget_bytes, self._prefetch_units, self._deadline_s = budget_bytes, prefetch_units, deadline_s
-        self._spare_bytes = spare_bytes
-        self._is_overdrawn = False
+        self._prefetch_units, self._deadline_s = prefetch_units, deadline_s
         self._is_alone = movers.share.is_alone
         self._gathers = movers.share.is_sharded(Group.PARAM)
         self._resting = {unit.layout.index: resting_unit(unit, movers.store, device, chunk_numel, movers.share) for unit in units}
@@ -87,22 +58,21 @@ class Scheduler:
         self._collector = Collector()
         self._fetches: dict[int, Fetch] = {}
         self._queue: deque[Fetch] = deque()
-        self._retired: deque[Retired] = deque()
-        self._buffers = Buffers(device, movers.slabs, movers.copies.upload_stream)
-        self._used_bytes = 0
-        """Of live units, and of those that come; idle buffers are counted beside it."""
-        self.peak_bytes = 0
         self.peak_units = 0
         self._closing = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._landing = threading.Condition()
-        self._uploader: Uploader | None = None
-        if movers.staging is not None:
-            self._uploader = Uploader(movers.store, movers.copies, movers.staging, deadline_s=deadline_s, on_death=self._fail)
+        self._room = Room(device, movers.slabs, movers.copies.upload_stream, budget_bytes=budget_bytes, spare_bytes=spare_bytes)
+        self._loader = Loader(movers, self._room, self._changed, deadline_s=deadline_s, on_death=self._fail)
         mover = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
-        self._threads = [mover, self._uploader.thread] if self._uploader is not None else [mover]
+        self._threads = [mover, *self._loader.threads]
         mover.start()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that visits of units took at once on the compute device."""
+        return self._room.peak_bytes
 
     # -- what the hooks ask, in the order of a step -----------------------------------------------------------------
 
@@ -190,8 +160,7 @@ class Scheduler:
             for flat in fetch.borrowed:
                 flat.record_stream(torch.cuda.current_stream(self._device))
         if self._cuda and fetch.nbytes and not self._gathers:  # ranks must agree on what has room, and not on how far their streams are
-            assert fetch.last_use is not None
-            self._retired.append(Retired(fetch, fetch.last_use))
+            self._room.retire(fetch)
             del self._fetches[fetch.index]
         else:
             self._drop(fetch)
@@ -272,20 +241,17 @@ class Scheduler:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if self._uploader is not None:
-            self._uploader.stop()
-            self._uploader.fail(ClosedError("the engine was closed while a unit was on its way"))
+        error = ClosedError("the engine was closed while a unit was on its way")
+        self._loader.stop(error)
         for thread in self._threads:
             thread.join(self._deadline_s)
         for fetch in self._fetches.values():
-            fetch.fail(ClosedError("the engine was closed while a unit was on its way"))
+            fetch.fail(error)
         self._error = None  # it holds on to the buffers of the frames that it went through
         self._fetches.clear()
-        self._retired.clear()
-        self._buffers.shrink(0)
+        self._room.close()
         self._resting.clear()
-        if self._uploader is not None:
-            self._uploader.close()
+        self._loader.close()
 
     # -- the mover ---------------------------------------------------------------------------------------------------
 
@@ -307,8 +273,7 @@ class Scheduler:
         with self._changed:
             fetches = list(self._fetches.values())
             self._changed.notify_all()
-        if self._uploader is not None:
-            self._uploader.fail(error)
+        self._loader.fail(error)
         for fetch in fetches:
             fetch.fail(error)
 
@@ -364,32 +329,30 @@ class Scheduler:
 
     def _request_ahead(self, index: int) -> None:
         """Where ranks gather only what has room: what is begun, and when, follows from the program alone, so that all gather in one order."""
-        if index not in self._fetches and (not self._gathers or self._has_room_for(self._resting[index].visit_bytes)):
+        if index not in self._fetches and (not self._gathers or self._room.has(self._resting[index].visit_bytes)):
             self._request(index)
 
     def _make_room_in_order(self, fetch: Fetch) -> None:
         """Where ranks gather: give up what was fetched ahead, last asked first, once it has landed. Raises CapacityError where that is not enough."""
         ahead = [other for other in self._fetches.values() if not other.attached and other is not fetch and other.nbytes]
-        while ahead and not self._has_room(fetch):
+        while ahead and not self._room.has(fetch.nbytes):
             other = ahead.pop()
             other.join()
             self._give_up(other)
-        if not self._has_room(fetch):
-            if self._used_bytes + fetch.nbytes > self._budget_bytes + self._spare_bytes:
-                raise self._too_much(fetch)
-            self._is_overdrawn = True
+        if not self._room.has(fetch.nbytes) and not self._room.overdraw(fetch.nbytes):
+            raise self._too_much(fetch)
 
     def _may_begin_now(self, fetch: Fetch) -> bool:
         """Its room is there and nobody else's turn comes first."""
-        self._reap()
-        return not self._queue and self._error is None and not self._closing and self._has_room(fetch)
+        self._room.reap()
+        return not self._queue and self._error is None and not self._closing and self._room.has(fetch.nbytes)
 
     def _begin_now(self, fetch: Fetch) -> None:
         """Start it from the thread that asks: the copies only have to be queued, and the mover would take the interpreter from this thread."""
         if fetch.nbytes:
             self._count(fetch)
         try:
-            self._begin(fetch)
+            self._loader.begin(fetch, self._resting[fetch.index])
         except Exception as error:
             self._fail(error, f"unit {fetch.name!r} could not be fetched")
 
@@ -402,35 +365,27 @@ class Scheduler:
                     fetch = self._next()
                 if fetch is None:
                     return
-            self._begin(fetch)
+            self._loader.begin(fetch, self._resting[fetch.index])
 
     def _must_poll(self) -> bool:
         """Whether what a fetch waits for comes without a word: the compute stream, or a read that has to land before it can be given up."""
-        return bool(self._queue) and (bool(self._retired) or any(fetch.urgent for fetch in self._queue))
+        return bool(self._queue) and (self._room.waits_for_a_stream or any(fetch.urgent for fetch in self._queue))
 
     def _next(self) -> Fetch | None:
         """The next fetch that may begin, taken off the queue with its bytes; None when there is none or no room."""
-        self._reap()
+        self._room.reap()
         fetch = next((fetch for fetch in self._queue if fetch.urgent), self._queue[0] if self._queue else None)
         if fetch is None or self._error is not None or self._closing:
             return None
-        if not self._has_room(fetch) and not (fetch.urgent and self._make_room(fetch)):
+        if not self._room.has(fetch.nbytes) and not (fetch.urgent and self._make_room(fetch)):
             return None
         self._queue.remove(fetch)
         self._count(fetch)
         return fetch
 
     def _count(self, fetch: Fetch) -> None:
-        self._used_bytes += fetch.nbytes
-        fetch.counted = True
-        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+        self._room.count(fetch)
         self.peak_units = max(self.peak_units, len(self._fetches) - len(self._queue))
-
-    def _has_room(self, fetch: Fetch) -> bool:
-        return self._has_room_for(fetch.nbytes)
-
-    def _has_room_for(self, nbytes: int) -> bool:
-        return self._used_bytes + nbytes <= self._budget_bytes
 
     def _make_room(self, fetch: Fetch) -> bool:
         """Give up what was fetched ahead, last asked first; wait for buffers that the stream still reads; take what the budget has left over."""
@@ -438,15 +393,13 @@ class Scheduler:
         for other in reversed(begun):
             if other.is_completed():
                 self._give_up(other)
-                if self._has_room(fetch):
+                if self._room.has(fetch.nbytes):
                     return True
-        if self._retired:
-            return False  # the stream is not done with them: look again soon
-        if not begun and self._used_bytes + fetch.nbytes <= self._budget_bytes + self._spare_bytes:
-            self._is_overdrawn = True
+        if begun or self._room.waits_for_a_stream:
+            return False  # look again soon
+        if self._room.overdraw(fetch.nbytes):
             return True
-        if not begun:
-            self._refuse(fetch)
+        self._refuse(fetch)
         return False
 
     def _refuse(self, fetch: Fetch) -> None:
@@ -460,21 +413,10 @@ class Scheduler:
         live = ", ".join(f"{other.name} {format_bytes(other.nbytes)}" for other in others[:4]) + (", ..." if len(others) > 4 else "")
         tier = tier_of(self._device)
         return CapacityError(
-            f"unit {fetch.name!r} needs {format_bytes(fetch.nbytes)}, but {len(others)} live units ({live}) hold {format_bytes(self._used_bytes)} of "
-            f"the {format_bytes(self._budget_bytes + self._spare_bytes)} that budgets.{tier.value} leaves for them. "
+            f"unit {fetch.name!r} needs {format_bytes(fetch.nbytes)}, but {len(others)} live units ({live}) hold "
+            f"{format_bytes(self._room.used_bytes)} of the {format_bytes(self._room.limit_bytes)} that budgets.{tier.value} leaves for them. "
             f"Gather one module at a time, raise budgets.{tier.value}, or name smaller units in units.classes."
         )
-
-    def _return_overdraft(self) -> None:
-        """Memory that only a large gather needed goes back to the system."""
-        if self._is_overdrawn and self._used_bytes <= self._budget_bytes:
-            self._is_overdrawn = any(fetch.attached and fetch.nbytes for fetch in self._fetches.values())
-            self._buffers.shrink(self._budget_bytes - self._used_bytes)
-            self._movers.slabs.trim()
-
-    def _reap(self) -> None:
-        while self._retired and self._retired[0].event.query():  # type: ignore[no-untyped-call]
-            self._used_bytes -= self._retired.popleft().nbytes
 
     def _give_up(self, fetch: Fetch) -> None:
         """What was fetched ahead is not wanted any more; nothing of it is in the air, unless it failed."""
@@ -486,8 +428,7 @@ class Scheduler:
     def _recycle(self, fetch: Fetch) -> None:
         """Forget it. Its buffers serve others from now on."""
         if self._fetches.get(fetch.index) is fetch:
-            for flat in fetch.borrowed:
-                self._buffers.give(flat, fetch.last_use)
+            self._room.reuse(fetch)
             self._drop(fetch)
 
     def _drop(self, fetch: Fetch) -> None:
@@ -495,60 +436,6 @@ class Scheduler:
         if self._fetches.get(fetch.index) is not fetch:
             return
         del self._fetches[fetch.index]
-        if fetch.counted:
-            self._used_bytes -= fetch.nbytes
-            fetch.borrowed.clear()
-            self._return_overdraft()
-
-    def _begin(self, fetch: Fetch) -> None:
-        """Allocate the unit's buffers and start everything towards them. What rests where it is used is used in place."""
-        resting, parts = self._resting[fetch.index], fetch.shards or fetch
-        for flat in resting.flats:
-            if flat.is_in_place:
-                assert flat.whole is not None
-                fetch.flats.append(flat.whole)
-                continue
-            target = self._allocate(flat.layout.numel, flat.layout.dtype)
-            fetch.borrowed.append(target)
-            fetch.flats.append(target)
-            if flat.whole is not None:
-                parts.expect(1)
-                parts.started(self._copy(fetch, flat.whole, target[flat.kept.start : flat.kept.stop]))
-            else:
-                for key, interval in flat.chunks:
-                    self._start(fetch, parts, key, _bytes_of(target, interval))
-        if fetch.shards is not None:
-            self._gather(fetch, fetch.shards)
-        fetch.started()
-
-    def _gather(self, fetch: Fetch, shards: Parts) -> None:
-        """Everybody's shards, once this rank's have come: some of them are started later, by the uploader."""
-        shards.started()
-        for f, target in enumerate(fetch.borrowed):
-            fetch.expect(1)
-            fetch.started(self._movers.ranks.gather(target, self._resting[fetch.index].layout.flat_name(f), after=[shards]))
-
-    def _start(self, fetch: Fetch, parts: Parts, key: ChunkKey, target: Tensor) -> None:
-        store = self._movers.store
-        resident = store.resident(key)
-        parts.expect(1)
-        if resident is not None:
-            parts.started(self._copy(fetch, resident[: target.numel()], target))
-        elif self._uploader is None:
-            parts.started(store.fetch(key, target))
-        else:
-            self._uploader.bring(parts, key, target)
-
-    def _copy(self, fetch: Fetch, resident: Tensor, target: Tensor) -> Work:
-        """From where it rests in memory. What rests in HBM is copied after the update that may be queued, or it would overtake that."""
-        after = fetch.asked_at if resident.device == self._device else None
-        return self._movers.copies.upload(resident, target, fetch.name, after=after)
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A unit's buffer, counted already; what is idle beside it stays within the budget."""
-        with self._changed:
-            return self._buffers.take(numel, dtype, max(0, self._budget_bytes - self._used_bytes))
-
-
-def _bytes_of(flat: Tensor, interval: Interval) -> Tensor:
-    return flat[interval.start : interval.stop].view(torch.uint8)
+        self._room.release(fetch)
+        if self._room.is_overdrawn:
+            self._room.repay(is_last=not any(other.attached and other.nbytes for other in self._fetches.values()))
