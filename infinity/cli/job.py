@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, TypeVar, cast
 
+import torch.distributed as dist
 from rich.console import Console
 
 from infinity.config import Config, load_config
@@ -55,6 +56,7 @@ class Job:
 def join_job(path: Path, words: Sequence[str], *, log_all: bool) -> Iterator[Job]:
     """Read the configuration and join the ranks that torchrun started. Raises ConfigError where it cannot be read, RankError on the other ranks."""
     config, error = _read(path, words)
+    is_ours = not dist.is_initialized()
     ranks = join_ranks("cpu", timeout_s=config.zero.timeout_s, timeline=Timeline())
     try:
         with ranks.all_or_none("reading the configuration"):
@@ -65,6 +67,8 @@ def join_job(path: Path, words: Sequence[str], *, log_all: bool) -> Iterator[Job
             pass
     finally:
         ranks.close()
+    if is_ours and dist.is_initialized():  # all have come to the end, so none waits for another; torch warns of a group that is left
+        dist.destroy_process_group()
 
 
 def _read(path: Path, words: Sequence[str]) -> tuple[Config, ConfigError | None]:

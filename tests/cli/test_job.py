@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -215,11 +216,18 @@ def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step_and_the_command_
     assert [code for code, *_ in onward] == [0, 0] and f"going on from step {step} of {step + 1}" in onward[0][1]
 
 
-def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "infinity", "train", "run.toml"]
+@contextmanager
+def torchrun(folder, *words):
+    """The command as a user starts it on two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "infinity", "train", "run.toml", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    with subprocess.Popen([*command, "--set", "train.steps=100000"], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        yield process
+
+
+def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):
+    with torchrun(folder, "--set", "train.steps=100000") as process:
         wait_for_steps(folder, 2)
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=120)
@@ -227,6 +235,14 @@ def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):
     assert errors.count("stopping after this step; once more aborts at once.") == 1 and "error on rank" not in errors
     (step,) = re.findall(r"^stopped at step (\d+) of 100000, saved in .*The same command goes on from there\.$", said, flags=re.MULTILINE)
     assert int(step) == stopped_at(folder)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_under_torchrun_the_command_ends_without_a_word_on_stderr(folder, device):
+    with torchrun(folder, "--set", f"device={device}", "--set", "train.data=job_probe:windows") as process:
+        said, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and f"finished step {STEPS}" in said
+    assert [line for line in errors.splitlines() if "compute on one GPU" not in line] == []
 
 
 @pytest.mark.slow
