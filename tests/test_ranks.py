@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import infinity
-from infinity.errors import CapacityError, RankError
+from infinity.errors import CapacityError, RankError, TraceError
 from infinity.kinds import Lane, Tier
 from infinity.optim.exchange import BUFFERS
 from infinity.sharding.issuer import Issuer
@@ -203,6 +203,53 @@ def test_a_unit_within_reach_is_gathered_once_for_forward_and_backward(tmp_path)
         assert all(count >= 2 for count in none.values())
         assert sum(all_of_them.values()) < sum(some.values()) < sum(none.values())
         assert set(all_of_them.values()) == {1} and all_of_them.keys() == none.keys()
+
+
+def part_ways(rank, world_size, folder, stage):
+    """What is told where rank 1 steps with other numbers, and the values after all has been put right; and without any of that."""
+    told, calls = [], calls_of(tiny_gpt, rank, world_size)[:3]
+
+    def refused(engine):
+        with pytest.raises(TraceError) as caught:
+            engine.optimizer.step()
+        told.append(str(caught.value))
+
+    def disturb(engine, step):
+        group = engine.optimizer.param_groups[0]
+        right = {key: group[key] for key in ("lr", "weight_decay")}
+        if step < 2:
+            group[list(right)[step]] *= 1 + rank
+            refused(engine)
+            group.update(right)
+        else:
+            engine.clip_grad_norm_(1e-3 * (1 + rank))
+            refused(engine)
+            engine.optimizer.zero_grad()
+            engine.model(*calls[step]).backward()
+
+    found = []
+    for run in ("disturbed", "plain"):
+        config = settings(folder, zero={"stage": stage}, train={"accumulation": 1}, store={"run": run})
+        with infinity.initialize(tiny_gpt(), config) as engine:
+            for step, call in enumerate(calls):
+                engine.model(*call).backward()
+                if run == "disturbed":
+                    disturb(engine, step)
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            with engine.gathered():
+                found.append({name: p.detach().clone().numpy() for name, p in engine.model.named_parameters()})
+    return told, *found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_would_update_with_different_numbers_are_told_and_nothing_is_lost(tmp_path, stage):
+    for told, disturbed, plain in run_ranks(part_ways, 2, tmp_path, stage):
+        lr, decay, clip = told
+        assert "lr 0.001," in lr and "lr 0.002," in lr and "on rank 1" in lr and "weight" in lr
+        assert "weight_decay 0.1," in decay and "weight_decay 0.2," in decay
+        assert "the gradients would be scaled by" in clip
+        assert all((disturbed[name] == value).all() for name, value in plain.items())
 
 
 def weigh(rank, world_size, folder):

@@ -13,12 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, TraceError
 from infinity.kinds import Group, Lane, Tier
-from infinity.optim.chunks import Chunk, FlatKey
+from infinity.optim.chunks import Chunk, FlatKey, Rule, Rules
 from infinity.optim.grads import Grads, GradSet
 from infinity.optim.promise import Promise
 from infinity.optim.ring import Ring
+from infinity.sharding.groups import first_other
 from infinity.sharding.layout import FlatLayout, Interval, UnitLayout
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import Share
@@ -155,6 +156,26 @@ class Exchange:
             raise
         taken.drop()
 
+    def check_update(self, rules: Rules, grad_scale: float, name_of: Callable[[FlatKey, int], str]) -> None:
+        """Raise TraceError, on all ranks, where they are about to update by different numbers: each its own part of what is one model.
+
+        `name_of`: the parameter of a flat and slot index. Waits for the other ranks, which come to it too.
+        """
+        if self._ranks.world_size == 1:
+            return
+        mine, what = {(flat, slot): rule for flat, of_slot in rules.items() for slot, rule in of_slot.items()}, "the numbers of the update"
+        if self._ranks.is_same(hash((frozenset(mine.items()), grad_scale)), what):  # of numbers alone, so equal in every process
+            return
+        told = {"the gradients": f"scaled by {grad_scale}", **{name_of(*place): _in_words(rule) for place, rule in mine.items()}}
+        everybodys = self._ranks.everybodys(told, what)
+        name = next(name for told in everybodys for name in told if first_other([other.get(name) for other in everybodys]) is not None)
+        values = [told.get(name, "left alone") for told in everybodys]
+        other = first_other(values) or 0
+        raise TraceError(
+            f"nothing is updated, ranks would do it differently: {name} would be {values[0]} on rank 0 and {values[other]} on rank {other}. "
+            "Give every rank the same parameter groups, and its schedulers and clipping the same numbers"
+        )
+
     def _begin_average(self, flat: _Flat, taken: GradSet) -> _Full:
         values, loan = self._open(flat, Group.GRAD, flat.grads[0].grad_dtype)
         reads = []
@@ -287,3 +308,7 @@ class Exchange:
         self._under_way.clear()
         for ring in self._rings.values():
             ring.close()
+
+
+def _in_words(rule: Rule) -> str:
+    return "updated with " + ", ".join(f"{name} {value}" for name, value in rule._asdict().items())

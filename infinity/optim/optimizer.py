@@ -140,6 +140,7 @@ class TieredAdamW(torch.optim.Optimizer):
         if self._clipped_arrivals not in (None, self._grads.arrivals):
             raise TraceError("gradients arrived between clip_grad_norm_() and step(): call clip_grad_norm_() after the last backward")
         rules = self._rules(self._grads.all_present())  # before the norm, which waits: a GPU is still at the backward
+        self._exchange.check_update(rules, self._clip * self._loss_scale_inverse(), self._name_of)
         norm = float(self.clip_grad_norm_(self._max_grad_norm)) if self._max_grad_norm is not None else self._norm()
         self.on_update()
         if math.isfinite(norm):
@@ -206,6 +207,9 @@ class TieredAdamW(torch.optim.Optimizer):
                     step = self.state.get(param, {}).get("step", 0) + 1
                     rules.setdefault(address.flat_key, {})[address.slot] = Rule(lr, float(beta1), float(beta2), float(eps), float(weight_decay), step)
         return rules
+
+    def _name_of(self, flat_key: FlatKey, slot: int) -> str:
+        return next(address.name for address in self._addresses.values() if (address.flat_key, address.slot) == (flat_key, slot))
 
     def _norm(self) -> float:
         """Of the gradients as `step()` would use them now."""

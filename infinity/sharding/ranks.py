@@ -105,6 +105,14 @@ class Ranks:
         self._ask(f"sum of {name}", cells, lambda _: all_gather(cells, mine, group=self._shards), among=self._shards).wait()
         return float(sum(cells.tolist()))
 
+    def is_same(self, value: int, name: str) -> bool:
+        """Whether every rank has this number, of 64 bits with its sign. Waits."""
+        if self._issuer is None:
+            return True
+        cells, mine = torch.zeros(self.world_size, dtype=torch.int64), torch.tensor([value])
+        self._ask(f"comparison of {name}", cells, lambda _: all_gather(cells, mine, group=self._group)).wait()
+        return bool((cells == value).all())
+
     def broadcast(self, tensor: Tensor, name: str) -> Work:
         """Once the work is over, everybody's `tensor` (contiguous, on the CPU, of any dtype) is rank 0's to the bit."""
         return self._ask(f"broadcast of {name}", tensor, lambda _: dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=self._group))
