@@ -17,6 +17,7 @@ from rich.console import Console
 
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError
+from infinity.sharding.groups import leave_world
 from infinity.sharding.ranks import Ranks, join_ranks
 from infinity.timeline import Timeline
 
@@ -56,8 +57,9 @@ class Job:
 def join_job(path: Path, words: Sequence[str], *, log_all: bool) -> Iterator[Job]:
     """Read the configuration and join the ranks that torchrun started. Raises ConfigError where it cannot be read, RankError on the other ranks."""
     config, error = _read(path, words)
-    is_ours = not dist.is_initialized()
+    before = dist.group.WORLD
     ranks = join_ranks("cpu", timeout_s=config.zero.timeout_s, timeline=Timeline())
+    world = None if before is not None else dist.group.WORLD
     try:
         with ranks.all_or_none("reading the configuration"):
             if error is not None:
@@ -67,8 +69,8 @@ def join_job(path: Path, words: Sequence[str], *, log_all: bool) -> Iterator[Job
             pass
     finally:
         ranks.close()
-    if is_ours and dist.is_initialized():  # all have come to the end, so none waits for another; torch warns of a group that is left
-        dist.destroy_process_group()
+    if world is not None:  # after an error it ends with the process, as any group does that others may be lost in
+        leave_world(world)
 
 
 def _read(path: Path, words: Sequence[str]) -> tuple[Config, ConfigError | None]:

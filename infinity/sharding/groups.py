@@ -237,3 +237,17 @@ def _make_world(timeout_s: float) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except Exception as error:
         raise ConfigError(f"no process group of {wanted['WORLD_SIZE']} ranks at {wanted['MASTER_ADDR']}:{wanted['MASTER_PORT']}: {error}") from error
+
+
+def leave_world(world: Any) -> None:
+    """Destroy the process group that `join_groups` has made for the program: torch warns of one that is left at the end.
+
+    Not where it is another one by now, or other groups are left: torch shuts down all of them with it, and NCCL's wait for other ranks without
+    a limit.
+    """
+    if dist.group.WORLD is not world or len(dist.distributed_c10d._world.pg_map) > 1:
+        return
+    try:
+        dist.destroy_process_group()
+    except Exception:  # what the program was for has been done
+        logger.debug("destroying the process group at the end", exc_info=True)

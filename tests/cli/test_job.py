@@ -47,6 +47,21 @@ def talks(config, rank, world_size):
 
 def empty(config, rank, world_size):
     return [] if rank == 1 else windows(config, rank, world_size)
+
+def joins(config, rank, world_size):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return windows(config, rank, world_size)
+"""
+
+PROGRAM = """
+import torch.distributed as dist
+
+from infinity.cli.main import app
+
+try:
+    app()
+finally:
+    print("left:", not dist.is_initialized())
 """
 
 CONFIG = f"""
@@ -217,17 +232,21 @@ def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step_and_the_command_
 
 
 @contextmanager
-def torchrun(folder, *words):
-    """The command as a user starts it on two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "infinity", "train", "run.toml", *words]
+def torchrun(folder, *program):
+    """A program as a user starts it on two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+    try:
         yield process
+    finally:
+        process.terminate()
+        process.communicate()
 
 
 def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):
-    with torchrun(folder, "--set", "train.steps=100000") as process:
+    with torchrun(folder, "-m", "infinity", "train", "run.toml", "--set", "train.steps=100000") as process:
         wait_for_steps(folder, 2)
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=120)
@@ -238,11 +257,21 @@ def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_under_torchrun_the_command_ends_without_a_word_on_stderr(folder, device):
-    with torchrun(folder, "--set", f"device={device}", "--set", "train.data=job_probe:windows") as process:
+def test_under_torchrun_the_command_leaves_no_process_group_and_no_word_on_stderr(folder, device):
+    (folder / "program.py").write_text(PROGRAM)
+    with torchrun(folder, "program.py", "train", "run.toml", "--set", f"device={device}", "--set", "train.data=job_probe:windows") as process:
         said, errors = process.communicate(timeout=120)
-    assert process.returncode == 0 and f"finished step {STEPS}" in said
+    assert process.returncode == 0 and f"finished step {STEPS}" in said and said.count("left: True") == 2
     assert [line for line in errors.splitlines() if "compute on one GPU" not in line] == []
+
+
+def test_a_process_group_that_the_data_has_made_is_not_the_commands_to_destroy(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    try:
+        done = CliRunner().invoke(app, ["train", "run.toml", "--set", "train.data=job_probe:joins"], prog_name="infinity")
+        assert done.exit_code == 0 and torch.distributed.is_initialized(), done.output
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -1,0 +1,99 @@
+"""Starts what brings a unit to the compute device: copies from memory, NVMe reads with their uploads, gathers between ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from infinity.runtime.fetches import Fetch, Parts
+from infinity.runtime.movers import Movers
+from infinity.runtime.resting import RestingUnit
+from infinity.runtime.room import Room
+from infinity.runtime.uploader import Uploader
+from infinity.storage.chunks import ChunkKey, as_bytes
+from infinity.storage.work import Work
+
+
+class Ascent:
+    """Waits only where something rests on NVMe: for a staging buffer, and for a write of the same chunk that is still under way."""
+
+    def __init__(
+        self, movers: Movers, room: Room, lock: threading.Condition, *, deadline_s: float, on_death: Callable[[BaseException], None]
+    ) -> None:
+        """`lock` guards `room`, which counts a fetch before it is begun. `on_death` is called from the thread of the ascent with what it died of."""
+        self._movers, self._room, self._lock = movers, room, lock
+        self._uploader: Uploader | None = None
+        if movers.staging is not None:
+            self._uploader = Uploader(movers.store, movers.copies, movers.staging, deadline_s=deadline_s, on_death=on_death)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its own, to be started before anything is begun."""
+        return [self._uploader.thread] if self._uploader is not None else []
+
+    def begin(self, fetch: Fetch, resting: RestingUnit) -> None:
+        """Take the unit's buffers and start everything towards them. What rests where it is used is used in place."""
+        parts = fetch.shards or fetch
+        for flat in resting.flats:
+            if flat.is_in_place:
+                assert flat.whole is not None
+                fetch.flats.append(flat.whole)
+                continue
+            target = self._take(flat.layout.numel, flat.layout.dtype)
+            fetch.borrowed.append(target)
+            fetch.flats.append(target)
+            if flat.whole is not None:
+                parts.expect(1)
+                parts.started(self._copy(fetch, flat.whole, target[flat.kept.start : flat.kept.stop]))
+            else:
+                for key, interval in flat.chunks:
+                    self._start(fetch, parts, key, as_bytes(target[interval.start : interval.stop]))
+        if fetch.shards is not None:
+            self._gather(fetch, fetch.shards, resting)
+        fetch.started()
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self._lock:
+            return self._room.take(numel, dtype)
+
+    def _start(self, fetch: Fetch, parts: Parts, key: ChunkKey, target: Tensor) -> None:
+        store = self._movers.store
+        resident = store.resident(key)
+        parts.expect(1)
+        if resident is not None:
+            parts.started(self._copy(fetch, resident[: target.numel()], target))
+        elif self._uploader is None:
+            parts.started(store.fetch(key, target))
+        else:
+            self._uploader.bring(parts, key, target)
+
+    def _copy(self, fetch: Fetch, resident: Tensor, target: Tensor) -> Work:
+        """From where it rests in memory. What rests in HBM is copied after the update that may be queued, or it would overtake that."""
+        copies = self._movers.copies
+        return copies.upload(resident, target, fetch.name, after=fetch.asked_at if resident.device == target.device else None)
+
+    def _gather(self, fetch: Fetch, shards: Parts, resting: RestingUnit) -> None:
+        """Everybody's shards, once this rank's have come: some of them are started later, by the uploader."""
+        shards.started()
+        for f, target in enumerate(fetch.borrowed):
+            fetch.expect(1)
+            fetch.started(self._movers.ranks.gather(target, resting.layout.flat_name(f), after=[shards]))
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for staging, now or later, raises a MoverError because of `error`."""
+        if self._uploader is not None:
+            self._uploader.fail(error)
+
+    def stop(self, error: BaseException) -> None:
+        """Its thread comes to an end; whoever waits for staging raises a MoverError because of `error`."""
+        if self._uploader is not None:
+            self._uploader.stop()
+            self._uploader.fail(error)
+
+    def close(self) -> None:
+        """After the thread has ended: let go of the staging buffers."""
+        if self._uploader is not None:
+            self._uploader.close()
