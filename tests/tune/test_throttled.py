@@ -24,7 +24,7 @@ FAST, SLOW = 200_000_000, 100_000_000
 def test_weights_follow_bandwidth_and_chunks_follow_weights(tmp_path):
     output = tmp_path / "tuned.toml"
     with throttled_disks(tmp_path, {"fast": FAST, "slow": SLOW}, 320 * MiB) as (points, processes):
-        options = ["--size=128m", "--runtime=500ms", "--bs=1m", "--iodepth=4,16", "--workers=1", "--rounds=2", f"--output={output}"]
+        options = ["--size=128m", "--runtime=1s", "--bs=1m", "--iodepth=4,16", "--workers=1", "--rounds=2", f"--output={output}"]
         command = [sys.executable, "-m", "infinity", "tune", *map(str, points), *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, preexec_fn=lambda: processes.write_text(str(os.getpid())))
         assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import CapacityError, ConfigError, StorageError
-from infinity.native import READ, WRITE
+from infinity.native import READ, WRITE, available_backends
 from infinity.workload import clone
 from infinity.workload import run as running
 from infinity.workload.jobfile import read_words
@@ -191,9 +191,18 @@ def test_another_block_size_and_a_file_without_headers_are_told_apart(run, disk)
 # ---- failures ----
 
 
-def test_more_memory_than_there_is_and_more_depth_than_the_kernel_gives_are_refused(run, disk):
+def test_more_memory_than_there_is_is_refused(run, disk):
     with pytest.raises(CapacityError, match="lower iodepth or bs"):
         run("--rw=write", "--bs=1g", "--size=1g", "--ioengine=libaio", "--iodepth=8192")
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_more_depth_than_the_kernel_gives_is_refused(run, disk, monkeypatch, has_library):
+    backends = available_backends()
+    if has_library and "libaio" not in backends:
+        pytest.skip("libaio is not installed")
+    monkeypatch.setattr(clone, "available_backends", lambda: backends if has_library else ("kernel", "threads"))
     limit = int(Path("/proc/sys/fs/aio-max-nr").read_text())
     if limit > 8 * 65536:
         pytest.skip(f"the host gives {limit} events")
