@@ -78,20 +78,19 @@ class AttachedUnit:
 
     def rise(self, flats: Sequence[Tensor]) -> None:
         """Make every parameter a view of `flats`, one 1-D tensor per flat of the layout."""
-        self.flats = list(flats)
-        places = self._places()
-        self._uses = [_count_uses(flat) for flat in self.flats]
+        places = self._places(flats)
+        self._uses = [_count_uses(flat) for flat in flats]
         for param, plain_class, place in zip(self._params, self._plain_classes, places, strict=True):
             param.__class__ = plain_class
             param.data = place
         self._version = self.unit.version
         self._versions = self._count_versions()
         self._holders = self._count_holders()
+        self.flats = list(flats)  # last: after an interrupt in the middle the unit is not live
 
-    def _places(self) -> list[Tensor]:
-        """Every seat's view of the live flat buffers."""
-        assert self.flats is not None
-        return [place for flat, cutter in zip(self.flats, self._cutters, strict=True) for place in cutter.cut(flat).places]
+    def _places(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Every seat's view of its flat buffer."""
+        return [place for flat, cutter in zip(flats, self._cutters, strict=True) for place in cutter.cut(flat).places]
 
     def is_regraded(self) -> bool:
         """Whether `requires_grad` of a live parameter is not what it was when the files were laid out."""
@@ -131,7 +130,8 @@ class AttachedUnit:
 
     def absorb(self) -> TraceError | None:
         """What the user put in a parameter's place (`p.data = values`) goes into the flat buffer, or the error that forbids it."""
-        pairs = list(zip(self.seats, self._places(), strict=True))
+        assert self.flats is not None
+        pairs = list(zip(self.seats, self._places(self.flats), strict=True))
         for seat, place in pairs:
             if seat.param.shape != place.shape:
                 return TraceError(

@@ -39,6 +39,15 @@ class Call:
     saved: SavedTensors | None = None
     began_ns: int = 0
 
+    def close(self) -> None:
+        """It needs nothing any more; an interrupt in the middle leaves the rest to the next time."""
+        while self.used:
+            self.used[-1].unuse()
+            self.used.pop()
+        if self.saved is not None:
+            saved, self.saved = self.saved, None
+            saved.close()
+
 
 def sites_of(model: nn.Module, units: Sequence[AttachedUnit]) -> list[Site]:
     """Modules that own a parameter, unit modules, and what contains unit modules, the model first."""

@@ -44,7 +44,7 @@ class Cutter:
     def cut(self, flat: Tensor) -> Cut:
         """The flat buffer in pieces, remembered until the tensor `flat` dies: buffers that serve again and again are cut once."""
         known = self._known.get(id(flat))
-        if known is None:
+        if known is None or known[0]() is not flat:  # an interrupt in `_forget` leaves the pieces of a tensor that is dead, and the id to another
             cut = self._cut(flat.data)  # views of `flat` itself would keep it alive, and be kept with it
             known = weakref.ref(flat, partial(self._forget, id(flat))), cut
             self._known[id(flat)] = known
@@ -59,7 +59,7 @@ class Cutter:
         return Cut(ordered[: len(self._slots)], ordered[len(self._slots) :])
 
     def _forget(self, key: int, _: object) -> None:
-        del self._known[key]
+        self._known.pop(key, None)
 
 
 class Cutters:

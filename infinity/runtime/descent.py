@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from infinity.runtime.compute_clock import ComputeClock
 from infinity.runtime.units import Unit
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import Share
-from infinity.storage.budget import Budget
+from infinity.storage.budget import Budget, Held
 from infinity.storage.slabs import SlabPool, footprint
 from infinity.storage.store import Store
 from infinity.storage.work import Work, follow
@@ -78,40 +79,41 @@ class Descent:
         """A full flat gradient goes to rest; ownership passes."""
         if self._is_broken_off:
             return
-        nbytes = footprint(grad.nbytes, self._device)
         self._let_go()
-        if not self._budget.try_take(nbytes):
-            self._wait_for_room(nbytes, unit.name)
+        held = Held(footprint(grad.nbytes, self._device))
         layout = unit.layout.flats[flat]
         start = self._share.run(layout, Group.GRAD).start
         arrive = partial(self._grads.arrive, unit.layout.index, flat, start=start)
         try:
+            if not self._budget.try_take(held):
+                self._wait_for_room(held, unit.name)
             if self._share.is_sharded(Group.GRAD):
-                give = _once_both_are_done(partial(self._budget.give, nbytes))  # the shard has landed; the collective has let go of the rest
+                give = _once_both_are_done(partial(self._budget.give, held))  # the shard has landed; the collective has let go of the rest
                 name, then = unit.layout.flat_name(flat), partial(arrive, on_release=give)
                 self._reducing.append(_Reducing(self._ranks.reduce(grad, present, len(layout.slots), name, then), give))
             else:
-                arrive(grad, present, on_release=partial(self._budget.give, nbytes))
+                arrive(grad, present, on_release=partial(self._budget.give, held))
         except BaseException:
-            self._budget.give(nbytes)  # it was not taken over
+            self._budget.give(held)  # it was not taken over, or nobody knows
             raise
 
     def _let_go(self) -> None:
         """Of what is over by now. Never waits."""
         while self._reducing and self._reducing[0].work.is_completed():
-            oldest = self._reducing.popleft()
+            oldest = self._reducing[0]
             oldest.work.wait()  # no longer than it takes to raise
             oldest.give()
+            self._reducing.popleft()
         self._grads.let_go()
 
-    def _wait_for_room(self, nbytes: int, name: str) -> None:
-        """Take `nbytes` of what gradients on their way may hold. Raises RankError where one of them waits for a rank that is lost."""
+    def _wait_for_room(self, held: Held, name: str) -> None:
+        """Take it of what gradients on their way may hold. Raises RankError where one of them waits for a rank that is lost."""
         while self._wait_for_oldest(name):
             self._let_go()
-            if self._budget.try_take(nbytes):
+            if self._budget.try_take(held):
                 return
         with self._clock.waiting(self._lane, name):
-            self._budget.take(nbytes, f"the gradient of {name}", self._deadline_s)
+            self._budget.take(held, f"the gradient of {name}", self._deadline_s)
 
     def _wait_for_oldest(self, name: str) -> bool:
         """Of those that no other thread lands: first between the ranks, then on its way down. False where there is none."""
@@ -142,8 +144,8 @@ class Descent:
 
 
 def _once_both_are_done(then: Callable[[], None]) -> Callable[[], None]:
-    """To be called by two threads, when each is done: the second call leads on."""
-    is_second = iter((False, True))  # `next` of it is atomic
+    """To be called by two threads, when each is done: the second call leads on. So does a third, of one that was interrupted."""
+    is_second = chain([False], repeat(True))  # `next` of it is atomic
 
     def done() -> None:
         if next(is_second):

@@ -117,7 +117,7 @@ class Fetch(Parts):
         self.asked_at: torch.cuda.Event | None = None
         """On the stream of whoever asked, of a unit that comes from HBM: an update of what rests there may still be queued before it."""
         self.counted = False
-        """Its bytes are among those that the scheduler has given out."""
+        """Its bytes are among those in use of the scheduler's room."""
         self.urgent = False
         """A thread waits for it now."""
         self.attached = False
@@ -136,12 +136,3 @@ def _is_broken(work: Work, deadline_s: float | None = None) -> bool:
     except Exception:
         return True
     return False
-
-
-class Retired:
-    """Buffers of which views are left, and that the compute stream may still read; their bytes count until `event` has completed."""
-
-    def __init__(self, fetch: Fetch, event: torch.cuda.Event) -> None:
-        self.nbytes = fetch.nbytes
-        self.event = event
-        self._flats = fetch.flats  # kept allocated until the event says that the stream is done with them

@@ -63,6 +63,8 @@ class Hooks:
         self._timeline = timeline
         self._calls: list[Call] = []
         self._armed: set[int] = set()
+        self._begun_passes = self._ended_passes = 0
+        """Backward passes; one that breaks off does not end, and may leave gradients behind."""
         self._has_warned = self._is_detached = False
         self._handles: list[Any] = StateDicts(model, self._live, gather_limit_bytes).attach()
         self._live.take_over()
@@ -170,16 +172,15 @@ class Hooks:
     def _end_down_to(self, call: Call) -> None:
         """End a call, and calls within it that never came to their end."""
         while self._calls:
-            last = self._calls.pop()
+            last = self._calls[-1]
             self._end(last)
             if last is call:
                 return
 
     def _end(self, call: Call) -> None:
-        if call.saved is not None:
-            call.saved.close()
-        for unit in call.used:
-            unit.unuse()
+        """The innermost one."""
+        call.close()
+        self._calls.pop()  # so far an interrupt leaves it to whoever comes next
         over = call.site.unit
         if over is None or over.unit.is_root or call.task != -1:  # during recomputation its backward follows at once: keep it
             return
@@ -248,6 +249,7 @@ class Hooks:
         if task == -1 or task in self._armed:
             return
         if not self._armed:
+            self._begun_passes += 1
             self.residency.backward_begins()
         self._armed.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(_Finish(self, task))
@@ -275,10 +277,11 @@ class Hooks:
         return arrived
 
     def _finish(self, task: int, *, is_broken: bool = False) -> None:
-        """A backward pass is over, or died. The outermost one ends them all."""
-        self._armed.discard(task)
-        if not self._armed:
-            self._end_backward(is_broken=is_broken)
+        """A backward pass is over, or died. The outermost one ends them all; of one that is settled already nothing is left to do."""
+        if task in self._armed:
+            self._armed.discard(task)
+            if not self._armed:
+                self._end_backward(is_broken=is_broken)
 
     def _end_backward(self, *, is_broken: bool) -> None:
         try:
@@ -286,6 +289,7 @@ class Hooks:
                 self.residency.backward_breaks()
             self._live.release_idle()
             self._live.hand_down()
+            self._ended_passes += not is_broken
         finally:
             self.residency.backward_ends()
 
@@ -311,7 +315,7 @@ class Hooks:
     def reset(self) -> None:
         """Forget every call and backward pass in progress: what they had live is released, what arrived goes down."""
         while self._calls:
-            self._end(self._calls.pop())
+            self._end(self._calls[-1])
         self._settle_backward()
         self._live.release_idle()
 
@@ -329,8 +333,11 @@ class Hooks:
         return gathered(self._live, units, write=write)
 
     def forget_grads(self) -> None:
-        """The engine gave its gradients up (zero_grad): `p.grad` is None again. What an interrupted call left live goes too."""
+        """The engine gave its gradients up (zero_grad): `p.grad` is None again. What an interrupted call left live, or on its way down, goes too."""
+        if self._begun_passes != self._ended_passes:
+            self._live.drop_grads()
         self.reset()
+        self._ended_passes = self._begun_passes
         for unit in self._live.units:
             for seat in unit.seats:
                 seat.is_held = False
@@ -345,9 +352,7 @@ class Hooks:
     def close(self) -> None:
         """The engine ends in the middle of whatever it is: nothing is live any more. The hooks stay, and refuse."""
         while self._calls:
-            call = self._calls.pop()
-            if call.saved is not None:
-                call.saved.close()
+            self._calls.pop().close()
         self._armed.clear()
         self._live.close()
 
@@ -365,8 +370,11 @@ class Hooks:
 class _Finish:
     """What autograd calls when a backward pass is over. When the pass dies, autograd drops it uncalled."""
 
+    _was_called = True  # before it is made: an interrupt may come even there
+
     def __init__(self, hooks: Hooks, task: int) -> None:
-        self._hooks, self._task, self._was_called = hooks, task, False
+        self._hooks, self._task = hooks, task
+        self._was_called = False
 
     def __call__(self) -> None:
         self._was_called = True

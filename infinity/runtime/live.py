@@ -70,9 +70,9 @@ class LiveUnits:
             self.release(unit)
         if unit.flats is None:
             self.release_idle(beside=unit)
+            self._live[unit] = None  # first: whoever comes after an interrupt finds all that may be live
             with plain_tensors():
                 unit.rise(self.residency.fetch(unit.unit))
-            self._live[unit] = None
             self.storages.add(unit)
             if graph_task() != -1:
                 unit.began_ns = time.monotonic_ns()
@@ -105,14 +105,16 @@ class LiveUnits:
         Raises TraceError, after the release, when a parameter was written to in place where that is not allowed, or given another shape.
         """
         flats = unit.flats
-        assert flats is not None
-        del self._live[unit]
-        self.storages.remove(unit)
+        if flats is None:  # an interrupt came before it was live, or when it was at rest again
+            self._live.pop(unit, None)
+            return
         is_modified, is_writable, is_shown = unit.is_modified(), unit.is_writable, unit.is_shown
-        unit.is_writable = unit.is_shown = False
         misfit = unit.absorb() if is_writable else None
+        self.storages.remove(unit)
         with plain_tensors():
             is_shared = unit.rest()
+            self._live.pop(unit, None)
+            unit.is_writable = unit.is_shown = False
             if is_writable and misfit is None:
                 self.residency.commit(unit.unit, flats)
                 unit.unit.version += is_modified
@@ -126,6 +128,13 @@ class LiveUnits:
             raise misfit
         if is_modified and not is_writable:
             raise unit.modified()
+
+    def drop_grads(self) -> None:
+        """Forget what a backward pass that broke off has left: gradients in a flat buffer, and on a parameter itself."""
+        for unit in self.units:
+            unit.grads.drop()
+            for seat in unit.seats:
+                seat.take_grad()
 
     def hand_down(self) -> None:
         """Backward is over: every gradient that has arrived goes down."""

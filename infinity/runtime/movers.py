@@ -1,4 +1,4 @@
-"""What a running model moves its bytes with."""
+"""What the scheduler moves bytes with, in one table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infinity.storage.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movers:
-    """Tests replace any of them."""
+    """Each has its own thread, stream or budget, and its own closer; the scheduler uses them."""
 
     store: Store
     copies: Copies

@@ -18,9 +18,9 @@ from infinity import native
 from infinity.device import tier_of
 from infinity.errors import CapacityError, ClosedError, InfinityError, MoverError, TraceError
 from infinity.kinds import Group, Lane
+from infinity.runtime.ascent import Ascent
 from infinity.runtime.collector import Collector
 from infinity.runtime.fetches import Fetch, Parts
-from infinity.runtime.loader import Loader
 from infinity.runtime.movers import Movers
 from infinity.runtime.resting import resting_unit
 from infinity.runtime.room import Room
@@ -64,10 +64,11 @@ class Scheduler:
         self._changed = threading.Condition()
         self._landing = threading.Condition()
         self._room = Room(device, movers.slabs, movers.copies.upload_stream, budget_bytes=budget_bytes, spare_bytes=spare_bytes)
-        self._loader = Loader(movers, self._room, self._changed, deadline_s=deadline_s, on_death=self._fail)
+        self._ascent = Ascent(movers, self._room, self._changed, deadline_s=deadline_s, on_death=self._fail)
         mover = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
-        self._threads = [mover, *self._loader.threads]
-        mover.start()
+        self._threads = [mover, *self._ascent.threads]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def peak_bytes(self) -> int:
@@ -128,10 +129,7 @@ class Scheduler:
         """It failed, or an interrupt came first: the hooks do not have it, and whoever asks again starts afresh."""
         with self._changed:
             fetch.attached = fetch.urgent = False
-            if fetch in self._queue:
-                self._queue.remove(fetch)
-                del self._fetches[fetch.index]
-            elif fetch.has_failed():
+            if fetch in self._queue or fetch.has_failed():
                 self._drop(fetch)
             self._changed.notify_all()
 
@@ -205,8 +203,7 @@ class Scheduler:
         self._collector.resume()  # an interrupt may have ended the forward without a word
         with self._changed:
             for fetch in [fetch for fetch in self._queue if not fetch.attached]:
-                self._queue.remove(fetch)
-                del self._fetches[fetch.index]
+                self._drop(fetch)
             stale = [fetch for fetch in self._fetches.values() if not fetch.attached]
         for fetch in stale:
             fetch.join()
@@ -241,17 +238,16 @@ class Scheduler:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        error = ClosedError("the engine was closed while a unit was on its way")
-        self._loader.stop(error)
+        self._ascent.stop(_closed())
         for thread in self._threads:
             thread.join(self._deadline_s)
         for fetch in self._fetches.values():
-            fetch.fail(error)
+            fetch.fail(_closed())
         self._error = None  # it holds on to the buffers of the frames that it went through
         self._fetches.clear()
         self._room.close()
         self._resting.clear()
-        self._loader.close()
+        self._ascent.close()
 
     # -- the mover ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +269,7 @@ class Scheduler:
         with self._changed:
             fetches = list(self._fetches.values())
             self._changed.notify_all()
-        self._loader.fail(error)
+        self._ascent.fail(error)
         for fetch in fetches:
             fetch.fail(error)
 
@@ -321,38 +317,36 @@ class Scheduler:
             else:
                 self._queue.append(fetch)
         except BaseException:  # an interrupt in the middle: nobody would ever finish it
-            if fetch in self._queue:
-                self._queue.remove(fetch)
             self._drop(fetch)
             raise
         return fetch
 
     def _request_ahead(self, index: int) -> None:
         """Where ranks gather only what has room: what is begun, and when, follows from the program alone, so that all gather in one order."""
-        if index not in self._fetches and (not self._gathers or self._room.has(self._resting[index].visit_bytes)):
+        if index not in self._fetches and (not self._gathers or self._room.fits(self._resting[index].visit_bytes)):
             self._request(index)
 
     def _make_room_in_order(self, fetch: Fetch) -> None:
         """Where ranks gather: give up what was fetched ahead, last asked first, once it has landed. Raises CapacityError where that is not enough."""
         ahead = [other for other in self._fetches.values() if not other.attached and other is not fetch and other.nbytes]
-        while ahead and not self._room.has(fetch.nbytes):
+        while ahead and not self._room.fits(fetch.nbytes):
             other = ahead.pop()
             other.join()
             self._give_up(other)
-        if not self._room.has(fetch.nbytes) and not self._room.overdraw(fetch.nbytes):
+        if not self._room.fits(fetch.nbytes) and not self._room.overdraw(fetch.nbytes):
             raise self._too_much(fetch)
 
     def _may_begin_now(self, fetch: Fetch) -> bool:
         """Its room is there and nobody else's turn comes first."""
         self._room.reap()
-        return not self._queue and self._error is None and not self._closing and self._room.has(fetch.nbytes)
+        return not self._queue and self._error is None and not self._closing and self._room.fits(fetch.nbytes)
 
     def _begin_now(self, fetch: Fetch) -> None:
         """Start it from the thread that asks: the copies only have to be queued, and the mover would take the interpreter from this thread."""
         if fetch.nbytes:
             self._count(fetch)
         try:
-            self._loader.begin(fetch, self._resting[fetch.index])
+            self._ascent.begin(fetch, self._resting[fetch.index])
         except Exception as error:
             self._fail(error, f"unit {fetch.name!r} could not be fetched")
 
@@ -365,7 +359,7 @@ class Scheduler:
                     fetch = self._next()
                 if fetch is None:
                     return
-            self._loader.begin(fetch, self._resting[fetch.index])
+            self._ascent.begin(fetch, self._resting[fetch.index])
 
     def _must_poll(self) -> bool:
         """Whether what a fetch waits for comes without a word: the compute stream, or a read that has to land before it can be given up."""
@@ -377,7 +371,7 @@ class Scheduler:
         fetch = next((fetch for fetch in self._queue if fetch.urgent), self._queue[0] if self._queue else None)
         if fetch is None or self._error is not None or self._closing:
             return None
-        if not self._room.has(fetch.nbytes) and not (fetch.urgent and self._make_room(fetch)):
+        if not self._room.fits(fetch.nbytes) and not (fetch.urgent and self._make_room(fetch)):
             return None
         self._queue.remove(fetch)
         self._count(fetch)
@@ -393,7 +387,7 @@ class Scheduler:
         for other in reversed(begun):
             if other.is_completed():
                 self._give_up(other)
-                if self._room.has(fetch.nbytes):
+                if self._room.fits(fetch.nbytes):
                     return True
         if begun or self._room.waits_for_a_stream:
             return False  # look again soon
@@ -405,8 +399,7 @@ class Scheduler:
     def _refuse(self, fetch: Fetch) -> None:
         """Whoever waits for it raises CapacityError."""
         fetch.fail(self._too_much(fetch))
-        self._queue.remove(fetch)
-        del self._fetches[fetch.index]
+        self._drop(fetch)
 
     def _too_much(self, fetch: Fetch) -> CapacityError:
         others = [other for other in self._fetches.values() if other.attached and other is not fetch and other not in self._queue]
@@ -428,6 +421,7 @@ class Scheduler:
     def _recycle(self, fetch: Fetch) -> None:
         """Forget it. Its buffers serve others from now on."""
         if self._fetches.get(fetch.index) is fetch:
+            fetch.attached = True  # an interrupt from here on: whoever asks for the unit again starts afresh
             self._room.reuse(fetch)
             self._drop(fetch)
 
@@ -435,7 +429,15 @@ class Scheduler:
         """Forget it. Its buffers live on while anything is on its way into them."""
         if self._fetches.get(fetch.index) is not fetch:
             return
+        if fetch in self._queue:
+            self._queue.remove(fetch)
+        self._room.uncount(fetch)  # first: an interrupt in between may leave it here, but not forgotten and counted for good
         del self._fetches[fetch.index]
-        self._room.release(fetch)
-        if self._room.is_overdrawn:
-            self._room.repay(is_last=not any(other.attached and other.nbytes for other in self._fetches.values()))
+        fetch.borrowed.clear()
+        if fetch.nbytes:
+            self._room.repay(is_last=lambda: not any(other.attached and other.nbytes for other in self._fetches.values()))
+
+
+def _closed() -> ClosedError:
+    """One for each who waits: an error that was raised holds on to the buffers of the frames that it went through."""
+    return ClosedError("the engine was closed while a unit was on its way")

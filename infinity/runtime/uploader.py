@@ -32,11 +32,13 @@ class Uploader:
     """From files through staging to the compute device. A staging buffer is the read's, then the upload's, then the next read's."""
 
     def __init__(self, store: Store, copies: Copies, staging: Reserve, *, deadline_s: float, on_death: Callable[[BaseException], None]) -> None:
-        """`staging`: pinned buffers of one chunk each, the uploader's from now on. `on_death` is called from the thread with what it died of."""
+        """`staging`: pinned buffers of one chunk each, the uploader's from now on. `on_death` is called from the thread with what it died of.
+
+        Whoever makes it starts `thread`, once `on_death` can be called.
+        """
         self._store, self._copies, self._staging, self._deadline_s, self._on_death = store, copies, staging, deadline_s, on_death
         self._uploads: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="infinity-uploader", daemon=True)
-        self.thread.start()
 
     def bring(self, parts: Parts, key: ChunkKey, target: Tensor) -> None:
         """Start reading a chunk that will go on to `target`, uint8 on the device, as one of `parts`. Waits for a staging buffer."""
@@ -44,7 +46,7 @@ class Uploader:
         self._uploads.put(_Upload(parts, self._store.fetch(key, buffer), buffer, target))
 
     def fail(self, error: BaseException) -> None:
-        """Nobody waits for staging any more: whoever does raises `error`."""
+        """Nobody waits for staging any more: whoever does raises a MoverError because of `error`."""
         self._staging.fail(error)
 
     def stop(self) -> None:

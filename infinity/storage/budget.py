@@ -10,11 +10,20 @@ from infinity.kinds import Tier
 from infinity.sizes import format_bytes
 
 
+class Held:
+    """Bytes of a budget, while they are counted there."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.is_counted = False
+
+
 class Budget:
     """A counter with a limit. Takers are not queued: whoever fits goes on.
 
     A queue would deadlock: a prefetch that waits for many bytes would stand in front of the on-demand fetch
-    whose completion frees them.
+    whose completion frees them. Bytes are counted once and given back once, however often that is asked for: who is interrupted
+    may not know any more.
     """
 
     def __init__(self, tier: Tier, limit_bytes: int) -> None:
@@ -34,11 +43,12 @@ class Budget:
         """The most that was ever taken at one time."""
         return self._peak_bytes
 
-    def take(self, nbytes: int, name: str, timeout_s: float) -> None:
-        """Wait until `nbytes` fit and count them.
+    def take(self, held: Held, name: str, timeout_s: float) -> None:
+        """Wait until the bytes fit and count them.
 
         Raises CapacityError at once if they can never fit, MoverError after `timeout_s`, and what `fail` was given.
         """
+        nbytes = held.nbytes
         if nbytes > self.limit_bytes:
             raise CapacityError(
                 f"{name} needs {format_bytes(nbytes)} ({nbytes} bytes) of the {self.tier} tier, budgets.{self.tier} is "
@@ -54,21 +64,22 @@ class Budget:
                         f"{format_bytes(self._used_bytes)} of {format_bytes(self.limit_bytes)} are held. Raise budgets.{self.tier}"
                     )
                 self._changed.wait(left_s)
-            self._count(nbytes)
+            self._count(held)
 
-    def try_take(self, nbytes: int) -> bool:
-        """Count `nbytes` if they fit right now; False is an answer."""
+    def try_take(self, held: Held) -> bool:
+        """Count the bytes if they fit right now; False is an answer."""
         with self._changed:
-            fits = self._fits(nbytes)
+            fits = self._fits(held.nbytes)
             if fits:
-                self._count(nbytes)
+                self._count(held)
             return fits
 
-    def give(self, nbytes: int) -> None:
+    def give(self, held: Held) -> None:
         """The bytes are free again: the last use has completed, not merely been queued."""
         with self._changed:
-            self._used_bytes -= nbytes
-            assert self._used_bytes >= 0, f"{self.tier} budget: more bytes given back than taken"
+            if held.is_counted:
+                held.is_counted = False
+                self._used_bytes -= held.nbytes
             self._changed.notify_all()
 
     def fail(self, failure: BaseException) -> None:
@@ -82,6 +93,8 @@ class Budget:
             raise MoverError(f"{self.tier} budget: {self._failure}") from self._failure
         return self._used_bytes + nbytes <= self.limit_bytes
 
-    def _count(self, nbytes: int) -> None:
-        self._used_bytes += nbytes
+    def _count(self, held: Held) -> None:
+        assert not held.is_counted
+        held.is_counted = True
+        self._used_bytes += held.nbytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)

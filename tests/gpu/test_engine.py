@@ -15,7 +15,7 @@ from infinity.kinds import Group, Lane, Tier
 from infinity.optim.grad_mover import GradMover
 from infinity.planner.working import ACTIVATIONS
 from infinity.preparation import preview
-from infinity.runtime.loader import Loader
+from infinity.runtime.ascent import Ascent
 from infinity.sizes import KiB, MiB
 
 pytestmark = pytest.mark.gpu
@@ -159,8 +159,8 @@ def test_hbm_at_rest_is_nothing_when_everything_is_on_nvme(tmp_path):
 def test_nobody_but_the_training_threads_moves_what_rests_in_pinned_memory(tmp_path, monkeypatch):
     """Other threads would take turns with the one that launches compute."""
     starters = set()
-    begin, finish = Loader.begin, GradMover._finish
-    monkeypatch.setattr(Loader, "begin", lambda *args: (starters.add(threading.current_thread().name), begin(*args)))
+    begin, finish = Ascent.begin, GradMover._finish
+    monkeypatch.setattr(Ascent, "begin", lambda *args: (starters.add(threading.current_thread().name), begin(*args)))
     monkeypatch.setattr(GradMover, "_finish", lambda *args: (starters.add(threading.current_thread().name), finish(*args)))
     train(settings(tmp_path, ("cpu", "cpu", "cpu")))
     assert starters
