@@ -249,7 +249,7 @@ def _make_update(prepared: Prepared, kept: Kept, closers: ExitStack) -> Update:
         device=device,
         deadline_s=deadline_s,
         busy_paths=prepared.plan.busy_paths,
-        total=(lambda sumsq: ranks.total(sumsq, "the squares of the gradients")) if share.is_sharded(Group.OPTIMIZER) else float,
+        total=partial(ranks.total, name="the squares of the gradients", is_sharded=share.is_sharded(Group.OPTIMIZER)),
     )
     closers.callback(grads.close)
     exchange = Exchange(

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from models import batches, tiny_gpt
 import infinity
 from infinity import native
 from infinity.errors import CapacityError, ConfigError, MoverError, StorageError
+from infinity.runtime.saved import top_hooks
 from infinity.storage import nvme
 from infinity.storage.manifest import Manifest
 
@@ -417,15 +419,16 @@ def test_an_interrupt_while_a_unit_is_on_its_way(tmp_path, monkeypatch):
 
 
 class Interrupts:
-    """Ctrl-C at the `at`th function of the lower floors that this thread enters: Python looks for signals there."""
+    """Ctrl-C at the `at`th place of the lower floors where Python looks for signals in this thread: when it enters a function of its own,
+    and after one of C's."""
 
-    FOLDERS = tuple(str(Path(infinity.__file__).parent / floor) for floor in ("runtime", "optim", "storage"))
+    FILES = tuple(str(Path(infinity.__file__).parent / floor) for floor in ("runtime", "optim", "storage")) + (threading.__file__,)
 
     def __init__(self, at):
         self.left = at
 
     def __call__(self, frame, event, arg):
-        if event == "call" and frame.f_code.co_filename.startswith(self.FOLDERS):
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(self.FILES):
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
@@ -440,8 +443,20 @@ def loss_and_norm(engine):
     return loss.item(), norm.item()
 
 
+def assert_at_rest(engine):
+    """Between two passes: every byte is counted once, and nothing is live, in use, or on torch's stack."""
+    scheduler, descent, units = engine._parts.scheduler, engine._parts.scheduler._movers.descent, engine._parts.hooks._live.units
+    with scheduler._changed.lock:
+        assert scheduler._room.used_bytes == sum(fetch.nbytes for fetch in scheduler._fetches.values() if fetch.counted)
+    descent._let_go()
+    assert descent._budget.used_bytes == 0
+    assert not any(unit.users or unit.flats is not None for unit in units) and not engine._parts.hooks._calls
+    assert all(type(seat.param) is seat.resting_class for unit in units for seat in unit.seats)
+    assert top_hooks() is None
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that comes in a finalizer goes no further
-@pytest.mark.parametrize("every", [97, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [97, pytest.param(13, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("starts_itself", [True, False])
 def test_an_interrupt_anywhere_in_a_pass_leaves_nothing_behind(tmp_path, starts_itself, every):
     """Whoever asks again starts afresh, whether a thread starts what it needs itself (what only has to be copied) or the mover does."""
@@ -453,22 +468,19 @@ def test_an_interrupt_anywhere_in_a_pass_leaves_nothing_behind(tmp_path, starts_
         want = loss_and_norm(engine)
         for at in itertools.count(1, every):
             interrupts = Interrupts(at)
-            sys.settrace(interrupts)
-            try:
+            sys.setprofile(interrupts)
+            with suppress(KeyboardInterrupt, RuntimeError):  # "cannot release un-acquired lock" where threading.Condition.wait() is struck
                 engine.model(batches(1)[0]).backward()
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
+            sys.setprofile(None)
             engine.optimizer.zero_grad()
             with torch.no_grad():
                 assert engine.model(batches(1)[0]).item() == want[0], at
             assert loss_and_norm(engine) == want, at
-            with scheduler._changed:
-                assert scheduler._room.used_bytes == sum(fetch.nbytes for fetch in scheduler._fetches.values() if fetch.counted), at
+            assert_at_rest(engine)
             if interrupts.left > 0:
                 break
-        assert at > 2000, "or there were none"
+        assert at > 4000, "or there were none"
+    assert not threads()[0]
 
 
 def test_a_failed_initialize_leaves_nothing(tmp_path, monkeypatch, faulty):

@@ -19,6 +19,7 @@ import infinity
 from infinity.errors import CapacityError, RankError, TraceError
 from infinity.kinds import Lane, Tier
 from infinity.optim.exchange import BUFFERS
+from infinity.planner import plan as plan_module
 from infinity.sharding.issuer import Issuer
 from infinity.sharding.stages import STAGES, state_bytes
 from tests.ranks import TIMEOUT_S, job, run_ranks
@@ -207,7 +208,7 @@ def test_a_unit_within_reach_is_gathered_once_for_forward_and_backward(tmp_path)
 
 def part_ways(rank, world_size, folder, stage):
     """What is told where rank 1 steps with other numbers, and the values after all has been put right; and without any of that."""
-    told, calls = [], calls_of(tiny_gpt, rank, world_size)[:3]
+    told, calls = [], calls_of(tiny_gpt, rank, world_size)[:4]
 
     def refused(engine):
         with pytest.raises(TraceError) as caught:
@@ -216,16 +217,18 @@ def part_ways(rank, world_size, folder, stage):
 
     def disturb(engine, step):
         group = engine.optimizer.param_groups[0]
-        right = {key: group[key] for key in ("lr", "weight_decay")}
-        if step < 2:
-            group[list(right)[step]] *= 1 + rank
-            refused(engine)
-            group.update(right)
+        right = dict(group)
+        if step == 0:
+            group["lr"] *= 1 + rank
+        elif step == 1:
+            group["weight_decay"] *= 1 + rank
+        elif step == 2:
+            group["params"] = group["params"][rank:]
         else:
             engine.clip_grad_norm_(1e-3 * (1 + rank))
-            refused(engine)
-            engine.optimizer.zero_grad()
-            engine.model(*calls[step]).backward()
+        refused(engine)
+        group.update(right)
+        engine.clip_grad_norm_(1e9)
 
     found = []
     for run in ("disturbed", "plain"):
@@ -239,17 +242,70 @@ def part_ways(rank, world_size, folder, stage):
                 engine.optimizer.zero_grad()
             with engine.gathered():
                 found.append({name: p.detach().clone().numpy() for name, p in engine.model.named_parameters()})
+            engine.model(*calls[0]).backward()
+            engine.optimizer.param_groups[0]["lr"] = float("nan")
+            engine.optimizer.step()  # wrong, and no more so than elsewhere
     return told, *found
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_that_would_update_with_different_numbers_are_told_and_nothing_is_lost(tmp_path, stage):
     for told, disturbed, plain in run_ranks(part_ways, 2, tmp_path, stage):
-        lr, decay, clip = told
+        lr, decay, left_out, clip = told
         assert "lr 0.001," in lr and "lr 0.002," in lr and "on rank 1" in lr and "weight" in lr
         assert "weight_decay 0.1," in decay and "weight_decay 0.2," in decay
-        assert "the gradients would be scaled by" in clip
+        assert "token.weight would be updated with" in left_out and "left alone on rank 1" in left_out
+        assert "the gradients would be scaled by 1 and clipped to [0.001] on rank 0" in clip and "[0.002] on rank 1" in clip
         assert all((disturbed[name] == value).all() for name, value in plain.items())
+
+
+def arrive_late(rank, world_size, folder, stage):
+    """What is told where gradients arrive once the ranks have averaged theirs, and the values after the step is begun again; and without."""
+    calls, found = calls_of(tiny_gpt, rank, world_size)[:2], []
+    for run in ("late", "plain"):
+        config = settings(folder, zero={"stage": stage}, train={"accumulation": 1}, store={"run": run})
+        with infinity.initialize(tiny_gpt(), config) as engine:
+            if run == "late":
+                engine.model(*calls[1]).backward()
+                engine.clip_grad_norm_(1.0)
+                engine.model(*calls[0]).backward()
+                with pytest.raises(TraceError, match=r"arrived after the ranks had averaged theirs.*call zero_grad\(\)"):
+                    engine.clip_grad_norm_(1.0)
+                engine.optimizer.zero_grad()
+            for call in calls:
+                engine.model(*call).backward()
+            engine.optimizer.step()
+            with engine.gathered():
+                found.append({name: p.detach().clone().numpy() for name, p in engine.model.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_arrive_after_the_mean_of_the_ranks_are_refused(tmp_path, stage):
+    for late, plain in run_ranks(arrive_late, 2, tmp_path, stage):
+        assert all((late[name] == value).all() for name, value in plain.items())
+
+
+def cut_differently(rank, world_size, folder):
+    """Norms and values where each rank's chunks are as large as suits its machine, which it may choose where it keeps everything."""
+    plan_module._settle_whole, plan_module._chunk_numel = (lambda job, limits: None), (lambda job, limits: 8192 if rank else 2048)
+    norms = []
+    with infinity.initialize(tiny_gpt(), settings(folder, zero={"stage": 0}, train={"accumulation": 1})) as engine:
+        for call in calls_of(tiny_gpt, rank, world_size):
+            engine.model(*call).backward()
+            engine.clip_grad_norm_(1e-2)
+            norms.append(engine.optimizer._norm())  # in fp64
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        chunks = engine.plan.chunk_numel
+        with engine.gathered():
+            return chunks, norms, {name: p.detach().clone().numpy() for name, p in engine.model.named_parameters()}
+
+
+def test_ranks_clip_alike_however_each_cuts_its_chunks(tmp_path):
+    (small, norms, values), (large, others, theirs) = run_ranks(cut_differently, 2, tmp_path)
+    assert (small, large) == (2048, 8192) and norms == others
+    assert all((theirs[name] == value).all() for name, value in values.items())
 
 
 def weigh(rank, world_size, folder):

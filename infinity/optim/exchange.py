@@ -6,7 +6,7 @@ Where both are sharded there is nothing to do here: backward has reduced, and fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +30,9 @@ from infinity.storage.store import Store
 from infinity.storage.stream_work import stream_work
 from infinity.storage.work import Work, join
 from infinity.timeline import Timeline
+
+Place = tuple[FlatKey, int]
+"""A parameter's flat buffer and its slot there."""
 
 BUFFERS = 2
 """Full flat buffers for what the ranks do not reach where it rests: one that is filled or emptied while another is with them."""
@@ -133,10 +136,13 @@ class Exchange:
 
     # -- before the update -------------------------------------------------------------------------------------------
 
+    @property
+    def averages(self) -> bool:
+        """Each rank has whole gradients, of its own batches, until a step is near."""
+        return self._averages
+
     def average(self, grads: Grads) -> None:
         """The gradients at rest, which every rank has added up from its own batches, become their mean over all ranks. Waits."""
-        if not self._averages:
-            return
         everybodys = self._ranks.everybodys(dict(grads.all_present()), "which parameters have gradients")
         present = {flat.key: frozenset[int]().union(*(their.get(flat.key, ()) for their in everybodys)) for flat in self._flats}
         taken = grads.take()
@@ -156,25 +162,29 @@ class Exchange:
             raise
         taken.drop()
 
-    def check_update(self, rules: Rules, grad_scale: float, name_of: Callable[[FlatKey, int], str]) -> None:
+    def check_update(self, rules: Rules, scale: float, max_norms: Sequence[float], names: Callable[[], Mapping[Place, str]]) -> None:
         """Raise TraceError, on all ranks, where they are about to update by different numbers: each its own part of what is one model.
 
-        `name_of`: the parameter of a flat and slot index. Waits for the other ranks, which come to it too.
+        `scale`, `max_norms`: what the gradients are multiplied by and clipped to. `names`: of all parameters, asked for where ranks differ.
+        Waits for the other ranks, which come to it too.
         """
         if self._ranks.world_size == 1:
             return
         mine, what = {(flat, slot): rule for flat, of_slot in rules.items() for slot, rule in of_slot.items()}, "the numbers of the update"
-        if self._ranks.is_same(hash((frozenset(mine.items()), grad_scale)), what):  # of numbers alone, so equal in every process
+        if self._ranks.is_same(hash((frozenset(mine.items()), scale, *max_norms)), what):  # of numbers: in every process the same, but for NaN
             return
-        told = {"the gradients": f"scaled by {grad_scale}", **{name_of(*place): _in_words(rule) for place, rule in mine.items()}}
-        everybodys = self._ranks.everybodys(told, what)
-        name = next(name for told in everybodys for name in told if first_other([other.get(name) for other in everybodys]) is not None)
-        values = [told.get(name, "left alone") for told in everybodys]
-        other = first_other(values) or 0
-        raise TraceError(
-            f"nothing is updated, ranks would do it differently: {name} would be {values[0]} on rank 0 and {values[other]} on rank {other}. "
-            "Give every rank the same parameter groups, and its schedulers and clipping the same numbers"
-        )
+        name_of = names()
+        words = {name_of[place]: _in_words(rule) for place, rule in mine.items()}
+        words["the gradients"] = f"scaled by {scale:g} and clipped to {list(max_norms)}"
+        everybodys = self._ranks.everybodys(words, what)
+        for name in dict.fromkeys(name for told in everybodys for name in told):
+            values = [told.get(name, "left alone") for told in everybodys]
+            other = first_other(values)
+            if other is not None:
+                raise TraceError(
+                    f"nothing is updated, ranks would do it differently: {name} would be {values[0]} on rank 0 and {values[other]} on rank {other}. "
+                    "Give every rank the same parameter groups, and its schedulers and clipping the same numbers"
+                )
 
     def _begin_average(self, flat: _Flat, taken: GradSet) -> _Full:
         values, loan = self._open(flat, Group.GRAD, flat.grads[0].grad_dtype)

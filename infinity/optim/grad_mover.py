@@ -16,6 +16,7 @@ from infinity.home import Home
 from infinity.kinds import Group, Lane, Tier
 from infinity.optim.chunks import Chunk
 from infinity.optim.ring import Ring
+from infinity.storage.condition import Condition
 from infinity.storage.copies import Copies
 from infinity.storage.slabs import SlabPool
 from infinity.storage.store import Store
@@ -104,11 +105,12 @@ class GradMover:
         self._totals = Ring(slabs.take, count=ring_count(busy_paths), nbytes=totals)
         self._written: dict[Chunk, Work] = {}
         self._pending: deque[Move | Arrival] = deque()
-        self._unfinished = 0
+        self._taken = 0
+        """Of those, how many the thread has begun and not ended; it alone counts."""
         self._failure: BaseException | None = None
         self._closing = False
         self._home = Home()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._thread = threading.Thread(target=self._run, name="infinity-grads", daemon=True)
         self._thread.start()
 
@@ -119,11 +121,10 @@ class GradMover:
 
     def push(self, moves: Sequence[Move | Arrival]) -> None:
         """Start landing `moves`, in order. Raises what the thread died of."""
-        with self._changed:
+        with self._changed.lock:
             self.check()
+            self._changed.notify_all()  # first, so that no interrupt comes between: the thread goes on once the lock is free
             self._pending.extend(moves)
-            self._unfinished += len(moves)
-            self._changed.notify_all()
 
     def check(self) -> None:
         """Raise what the thread died of. TraceError in a forked child, which has no such thread."""
@@ -136,12 +137,14 @@ class GradMover:
     def wait_landed(self) -> None:
         """Until every move pushed so far is added up. Raises what the thread died of, MoverError if nothing moves for the deadline."""
         self._home.check()
-        with self._changed:
-            while self._unfinished and self._failure is None:
-                before = self._unfinished
-                if not self._changed.wait(self._deadline_s) and self._unfinished == before:
+        with self._changed.lock:
+            while (before := self._unfinished()) and self._failure is None:
+                if not self._changed.wait(self._deadline_s) and self._unfinished() == before:
                     raise MoverError(f"gradients: none of {before} chunks under way came to rest within {self._deadline_s:g} s")
             self.check()
+
+    def _unfinished(self) -> int:
+        return len(self._pending) + self._taken
 
     def wait_written(self) -> None:
         """Until every chunk that rests on NVMe is there."""
@@ -154,7 +157,7 @@ class GradMover:
 
     def close(self) -> None:
         """Finish what is under way, drop what is not, end the thread."""
-        with self._changed:
+        with self._changed.lock:
             self._closing = True
             dropped = self._drop_pending()
             self._changed.notify_all()
@@ -193,7 +196,7 @@ class GradMover:
 
     def _next(self, under_way: deque[_Landing | Arrival]) -> Move | Arrival | None:
         """The next move to start; None when one has to be finished first, or when there is nothing more to do at all."""
-        with self._changed:
+        with self._changed.lock:
             while not (self._pending or under_way or self._closing):
                 self._changed.wait()
             if not self._pending or len(under_way) == LOOKAHEAD:
@@ -201,6 +204,7 @@ class GradMover:
             first = self._pending[0]
             if isinstance(first, Move) and any(first.chunk in _chunks_of(item) for item in under_way):
                 return None  # its sum is what this one adds to
+            self._taken += 1
             return self._pending.popleft()
 
     def _start(self, move: Move) -> _Landing:
@@ -233,9 +237,9 @@ class GradMover:
 
     def _finish(self, item: _Landing | Arrival) -> None:
         sums = self._settle(item) if isinstance(item, Arrival) else self._land(item)
-        with self._changed:
+        with self._changed.lock:
             self.sumsq.update(sums)
-            self._unfinished -= 1
+            self._taken -= 1
             self._changed.notify_all()
 
     def _settle(self, arrival: Arrival) -> dict[Chunk, float]:
@@ -276,7 +280,7 @@ class GradMover:
             cause = error
             error = MoverError(f"the thread that lands gradients died: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
-        with self._changed:
+        with self._changed.lock:
             self._failure = error
             dropped = self._drop_pending()
             self._changed.notify_all()
@@ -286,7 +290,6 @@ class GradMover:
     def _drop_pending(self) -> list[Move | Arrival]:
         dropped = list(self._pending)
         self._pending.clear()
-        self._unfinished -= len(dropped)
         return dropped
 
     def _staging(self, chunks: Iterable[Chunk]) -> tuple[int, int]:

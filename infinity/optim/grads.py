@@ -332,5 +332,5 @@ class _Countdown:
 
     def down(self) -> None:
         self._left -= 1
-        if self._left == 0:
+        if self._left <= 0:  # again, where an interrupt came before the end of the first time
             self._on_zero()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infinity.errors import CheckpointError, ConfigError, TraceError
 from infinity.optim.chunks import Address, FlatKey, Rule
-from infinity.optim.exchange import Exchange
+from infinity.optim.exchange import Exchange, Place
 from infinity.optim.grads import Grads
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.pipeline import Pipeline
@@ -48,13 +48,15 @@ class TieredAdamW(torch.optim.Optimizer):
         self._grads = grads
         self._pipeline = pipeline
         self._exchange = exchange
-        self._is_averaged = False
-        """The gradients at rest are those of all ranks."""
+        self._averaged_arrivals: int | None = None
+        """How many gradients had arrived when those at rest became those of all ranks."""
         self._drops = 0
         """How often gradients had been dropped when clipping and averaging began."""
         self._loss_scale = loss_scale
         self._max_grad_norm = max_grad_norm
         self._clip = 1.0
+        self._max_norms: tuple[float, ...] = ()
+        """What the gradients are clipped to, in that order, with `_clip` as the outcome."""
         self._clipped_arrivals: int | None = None
         self.skipped_steps = 0
         """Steps not taken because a gradient was inf or nan."""
@@ -88,6 +90,7 @@ class TieredAdamW(torch.optim.Optimizer):
         self._average()
         norm = self._norm()
         self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
+        self._max_norms += (float(max_norm),)
         self._clipped_arrivals = self._grads.arrivals
         return torch.tensor(norm, dtype=torch.float32)
 
@@ -106,7 +109,7 @@ class TieredAdamW(torch.optim.Optimizer):
         if not self._grads.is_empty():
             self._update()
         else:
-            self._reset_clip()
+            self._begin_afresh()
         return loss
 
     def step_counts(self) -> dict[str, int]:
@@ -140,7 +143,7 @@ class TieredAdamW(torch.optim.Optimizer):
         if self._clipped_arrivals not in (None, self._grads.arrivals):
             raise TraceError("gradients arrived between clip_grad_norm_() and step(): call clip_grad_norm_() after the last backward")
         rules = self._rules(self._grads.all_present())  # before the norm, which waits: a GPU is still at the backward
-        self._exchange.check_update(rules, self._clip * self._loss_scale_inverse(), self._name_of)
+        self._check_alike(rules)
         norm = float(self.clip_grad_norm_(self._max_grad_norm)) if self._max_grad_norm is not None else self._norm()
         self.on_update()
         if math.isfinite(norm):
@@ -149,8 +152,20 @@ class TieredAdamW(torch.optim.Optimizer):
             self._skip_step(norm)
         if self._loss_scale is not None:
             self._loss_scale.update(norm)
-        self._reset_clip()
+        self._begin_afresh()
         self.on_cleared()
+
+    def _check_alike(self, rules: dict[FlatKey, dict[int, Rule]]) -> None:
+        """Raise TraceError where ranks would not make the same update. Gradients stay, and are not clipped."""
+
+        def names() -> dict[Place, str]:
+            return {(address.flat_key, address.slot): address.name for address in self._addresses.values()}
+
+        try:
+            self._exchange.check_update(rules, self._loss_scale_inverse(), self._max_norms, names)
+        except TraceError:
+            self._forget_clip()
+            raise
 
     def _take_step(self, rules: dict[FlatKey, dict[int, Rule]], grad_scale: float) -> None:
         self._pipeline.check()
@@ -172,10 +187,17 @@ class TieredAdamW(torch.optim.Optimizer):
     def _average(self) -> None:
         """Whoever reads the gradients first waits until they are those of all ranks."""
         if self._drops != self._grads.drops:
-            self._reset_clip()  # of gradients that are gone
-        if not self._is_averaged:
-            self._is_averaged = True
+            self._begin_afresh()  # the gradients are gone that were clipped and averaged
+        if not self._exchange.averages:
+            return
+        if self._averaged_arrivals is None:
             self._exchange.average(self._grads)
+            self._averaged_arrivals = self._grads.arrivals
+        elif self._averaged_arrivals != self._grads.arrivals:
+            raise TraceError(
+                "gradients arrived after the ranks had averaged theirs, for clip_grad_norm_() or a step that was refused: "
+                "call zero_grad() and the backwards of this step again, and clip after the last one"
+            )
 
     def _report(self) -> None:
         """More of the parameters have their new values."""
@@ -208,9 +230,6 @@ class TieredAdamW(torch.optim.Optimizer):
                     rules.setdefault(address.flat_key, {})[address.slot] = Rule(lr, float(beta1), float(beta2), float(eps), float(weight_decay), step)
         return rules
 
-    def _name_of(self, flat_key: FlatKey, slot: int) -> str:
-        return next(address.name for address in self._addresses.values() if (address.flat_key, address.slot) == (flat_key, slot))
-
     def _norm(self) -> float:
         """Of the gradients as `step()` would use them now."""
         return self._grads.norm() * self._clip * self._loss_scale_inverse()
@@ -218,10 +237,14 @@ class TieredAdamW(torch.optim.Optimizer):
     def _loss_scale_inverse(self) -> float:
         return self._loss_scale.grad_scale() if self._loss_scale is not None else 1.0
 
-    def _reset_clip(self) -> None:
-        self._clip = 1.0
+    def _forget_clip(self) -> None:
+        self._clip, self._max_norms = 1.0, ()
         self._clipped_arrivals = None
-        self._is_averaged = False
+
+    def _begin_afresh(self) -> None:
+        """Gradients are about to arrive for another step."""
+        self._forget_clip()
+        self._averaged_arrivals = None
         self._drops = self._grads.drops
 
 

@@ -14,6 +14,7 @@ from infinity.runtime.resting import RestingUnit
 from infinity.runtime.room import Room
 from infinity.runtime.uploader import Uploader
 from infinity.storage.chunks import ChunkKey, as_bytes
+from infinity.storage.condition import Condition
 from infinity.storage.work import Work
 
 
@@ -21,10 +22,12 @@ class Ascent:
     """Waits only where something rests on NVMe: for a staging buffer, and for a write of the same chunk that is still under way."""
 
     def __init__(
-        self, movers: Movers, room: Room, lock: threading.Condition, *, deadline_s: float, on_death: Callable[[BaseException], None]
+        self, movers: Movers, room: Room, changed: Condition, *, deadline_s: float, on_death: Callable[[BaseException], None]
     ) -> None:
-        """`lock` guards `room`, which counts a fetch before it is begun. `on_death` is called from the thread of the ascent with what it died of."""
-        self._movers, self._room, self._lock = movers, room, lock
+        """The lock of `changed` guards `room`, which counts a fetch before it is begun. `on_death` is called from the thread of the ascent with
+        what it died of.
+        """
+        self._movers, self._room, self._changed = movers, room, changed
         self._uploader: Uploader | None = None
         if movers.staging is not None:
             self._uploader = Uploader(movers.store, movers.copies, movers.staging, deadline_s=deadline_s, on_death=on_death)
@@ -56,7 +59,7 @@ class Ascent:
         fetch.started()
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with self._lock:
+        with self._changed.lock:
             return self._room.take(numel, dtype)
 
     def _start(self, fetch: Fetch, parts: Parts, key: ChunkKey, target: Tensor) -> None:

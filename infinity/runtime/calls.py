@@ -40,13 +40,14 @@ class Call:
     began_ns: int = 0
 
     def close(self) -> None:
-        """It needs nothing any more; an interrupt in the middle leaves the rest to the next time."""
+        """It needs nothing any more. An interrupt in the middle leaves the rest to the next time: Python looks for one when it enters a
+        function of its own, and after one of C's."""
         while self.used:
             self.used[-1].unuse()
             self.used.pop()
         if self.saved is not None:
-            saved, self.saved = self.saved, None
-            saved.close()
+            self.saved.close()
+            self.saved = None
 
 
 def sites_of(model: nn.Module, units: Sequence[AttachedUnit]) -> list[Site]:

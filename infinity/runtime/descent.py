@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -88,9 +87,9 @@ class Descent:
             if not self._budget.try_take(held):
                 self._wait_for_room(held, unit.name)
             if self._share.is_sharded(Group.GRAD):
-                give = _once_both_are_done(partial(self._budget.give, held))  # the shard has landed; the collective has let go of the rest
-                name, then = unit.layout.flat_name(flat), partial(arrive, on_release=give)
-                self._reducing.append(_Reducing(self._ranks.reduce(grad, present, len(layout.slots), name, then), give))
+                both = _Both(partial(self._budget.give, held))
+                name, then = unit.layout.flat_name(flat), partial(arrive, on_release=both.shard_has_landed)
+                self._reducing.append(_Reducing(self._ranks.reduce(grad, present, len(layout.slots), name, then), both.ranks_have_let_go))
             else:
                 arrive(grad, present, on_release=partial(self._budget.give, held))
         except BaseException:
@@ -101,7 +100,11 @@ class Descent:
         """Of what is over by now. Never waits."""
         while self._reducing and self._reducing[0].work.is_completed():
             oldest = self._reducing[0]
-            oldest.work.wait()  # no longer than it takes to raise
+            try:
+                oldest.work.wait()  # no longer than it takes to raise
+            except Exception:
+                self._reducing.popleft()
+                raise
             oldest.give()
             self._reducing.popleft()
         self._grads.let_go()
@@ -143,12 +146,21 @@ class Descent:
         self._grads.clear()
 
 
-def _once_both_are_done(then: Callable[[], None]) -> Callable[[], None]:
-    """To be called by two threads, when each is done: the second call leads on. So does a third, of one that was interrupted."""
-    is_second = chain([False], repeat(True))  # `next` of it is atomic
+class _Both:
+    """Leads on once two threads are done with a flat gradient. `then` may be called twice."""
 
-    def done() -> None:
-        if next(is_second):
-            then()
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._has_landed = self._is_let_go = False
 
-    return done
+    def shard_has_landed(self) -> None:
+        """What this rank keeps of it."""
+        self._has_landed = True
+        if self._is_let_go:
+            self._then()
+
+    def ranks_have_let_go(self) -> None:
+        """The collective needs it no more."""
+        self._is_let_go = True
+        if self._has_landed:
+            self._then()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import MoverError
+from infinity.storage.condition import Condition
 from infinity.storage.work import Work, follow
 
 
@@ -19,7 +19,7 @@ class Parts:
     A waiter first waits until everything has been started, then for the works; on CUDA the last wait is the current stream's, not the host's.
     """
 
-    def __init__(self, name: str, changed: threading.Condition, deadline_s: float, is_alive: Callable[[], bool]) -> None:
+    def __init__(self, name: str, changed: Condition, deadline_s: float, is_alive: Callable[[], bool]) -> None:
         """`changed`: one for all of a scheduler's, few threads wait. `is_alive`: whether those who start them still run."""
         self.name = name
         self._works: list[Work] = []
@@ -29,12 +29,12 @@ class Parts:
 
     def expect(self, parts: int) -> None:
         """`parts` more pieces will be started by somebody else."""
-        with self._changed:
+        with self._changed.lock:
             self._unstarted += parts
 
     def started(self, work: Work | None = None) -> None:
         """One piece is under way as `work`, or (None) needs no waiting."""
-        with self._changed:
+        with self._changed.lock:
             if work is not None:
                 self._works.append(work)
             self._unstarted -= 1
@@ -42,25 +42,25 @@ class Parts:
 
     def fail(self, error: BaseException) -> None:
         """Every waiter, now and later, raises `error`."""
-        with self._changed:
+        with self._changed.lock:
             self._error = error
             self._changed.notify_all()
 
     def break_off(self, error: BaseException) -> None:
         """Pieces that have not been started never will be: waiters raise `error`. With all of them under way it changes nothing."""
-        with self._changed:
+        with self._changed.lock:
             if self._unstarted:
                 self._error = error
                 self._changed.notify_all()
 
     def is_completed(self) -> bool:
         """It can be waited for no more: everything is over, or it has failed."""
-        with self._changed:
+        with self._changed.lock:
             return self._error is not None or (self._unstarted == 0 and all([work.is_completed() for work in self._works]))
 
     def has_failed(self) -> bool:
         """Nobody will get this."""
-        with self._changed:
+        with self._changed.lock:
             return self._error is not None or any(work.is_completed() and _is_broken(work) for work in self._works)
 
     def sync_current_stream(self) -> None:
@@ -91,7 +91,7 @@ class Parts:
     def _is_started_in_time(self) -> bool:
         """Wait until all works exist, or it has failed. False where whoever starts them is dead, or too late."""
         stop = time.monotonic() + self._deadline_s
-        with self._changed:
+        with self._changed.lock:
             while self._unstarted and self._error is None:
                 left_s = max(0.0, stop - time.monotonic())
                 if not self._changed.wait(timeout=min(1.0, left_s)) and (time.monotonic() >= stop or not self._is_alive()):
@@ -102,7 +102,7 @@ class Parts:
 class Fetch(Parts):
     """One unit on its way to the compute device, from the request to the release. Whoever starts it fills `flats` and adds works."""
 
-    def __init__(self, index: int, name: str, nbytes: int, changed: threading.Condition, deadline_s: float, is_alive: Callable[[], bool]) -> None:
+    def __init__(self, index: int, name: str, nbytes: int, changed: Condition, deadline_s: float, is_alive: Callable[[], bool]) -> None:
         super().__init__(name, changed, deadline_s, is_alive)
         self.index, self.nbytes = index, nbytes
         self.flats: list[Tensor] = []

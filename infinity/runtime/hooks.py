@@ -63,8 +63,8 @@ class Hooks:
         self._timeline = timeline
         self._calls: list[Call] = []
         self._armed: set[int] = set()
-        self._begun_passes = self._ended_passes = 0
-        """Backward passes; one that breaks off does not end, and may leave gradients behind."""
+        self._unfinished_passes = 0
+        """Backward passes that have begun and not ended, since gradients were last given up. One that breaks off never ends, and may leave some."""
         self._has_warned = self._is_detached = False
         self._handles: list[Any] = StateDicts(model, self._live, gather_limit_bytes).attach()
         self._live.take_over()
@@ -136,6 +136,7 @@ class Hooks:
         top = top_hooks()
         if self._wants_saved(site, top, is_outermost):
             call.saved = SavedTensors(self._live.storages, self._fetch_saved, top)
+            call.saved.open()
         for unit in site.needs:
             unit.use(site.module)
             call.used.append(unit)
@@ -172,20 +173,18 @@ class Hooks:
     def _end_down_to(self, call: Call) -> None:
         """End a call, and calls within it that never came to their end."""
         while self._calls:
-            last = self._calls[-1]
-            self._end(last)
-            if last is call:
+            if self._end_innermost() is call:
                 return
 
-    def _end(self, call: Call) -> None:
-        """The innermost one."""
+    def _end_innermost(self) -> Call:
+        call = self._calls[-1]
         call.close()
         self._calls.pop()  # so far an interrupt leaves it to whoever comes next
         over = call.site.unit
-        if over is None or over.unit.is_root or call.task != -1:  # during recomputation its backward follows at once: keep it
-            return
-        if over.users == 0 and over.flats is not None:
-            self._live.release(over)
+        if over is not None and not over.unit.is_root and call.task == -1:  # during recomputation its backward follows at once
+            if over.users == 0 and over.flats is not None:
+                self._live.release(over)
+        return call
 
     def _wants_saved(self, site: Site, top: tuple[Hook, Hook] | None, is_outermost: bool) -> bool:
         """Whether this call puts an entry on the stack of saved-tensor hooks: where the one on `top` is not ours.
@@ -249,7 +248,7 @@ class Hooks:
         if task == -1 or task in self._armed:
             return
         if not self._armed:
-            self._begun_passes += 1
+            self._unfinished_passes += 1
             self.residency.backward_begins()
         self._armed.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(_Finish(self, task))
@@ -289,7 +288,8 @@ class Hooks:
                 self.residency.backward_breaks()
             self._live.release_idle()
             self._live.hand_down()
-            self._ended_passes += not is_broken
+            if not is_broken:
+                self._unfinished_passes = max(0, self._unfinished_passes - 1)
         finally:
             self.residency.backward_ends()
 
@@ -315,7 +315,7 @@ class Hooks:
     def reset(self) -> None:
         """Forget every call and backward pass in progress: what they had live is released, what arrived goes down."""
         while self._calls:
-            self._end(self._calls[-1])
+            self._end_innermost()
         self._settle_backward()
         self._live.release_idle()
 
@@ -334,10 +334,10 @@ class Hooks:
 
     def forget_grads(self) -> None:
         """The engine gave its gradients up (zero_grad): `p.grad` is None again. What an interrupted call left live, or on its way down, goes too."""
-        if self._begun_passes != self._ended_passes:
+        if self._unfinished_passes:
             self._live.drop_grads()
         self.reset()
-        self._ended_passes = self._begun_passes
+        self._unfinished_passes = 0
         for unit in self._live.units:
             for seat in unit.seats:
                 seat.is_held = False

@@ -105,7 +105,9 @@ class LiveUnits:
         Raises TraceError, after the release, when a parameter was written to in place where that is not allowed, or given another shape.
         """
         flats = unit.flats
-        if flats is None:  # an interrupt came before it was live, or when it was at rest again
+        if flats is None:  # an interrupt came before it was live, or when it was at rest again: what the user has changed is given up
+            unit.rest()
+            unit.is_writable = unit.is_shown = False
             self._live.pop(unit, None)
             return
         is_modified, is_writable, is_shown = unit.is_modified(), unit.is_writable, unit.is_shown
@@ -113,8 +115,8 @@ class LiveUnits:
         self.storages.remove(unit)
         with plain_tensors():
             is_shared = unit.rest()
-            self._live.pop(unit, None)
             unit.is_writable = unit.is_shown = False
+            self._live.pop(unit, None)
             if is_writable and misfit is None:
                 self.residency.commit(unit.unit, flats)
                 unit.unit.version += is_modified

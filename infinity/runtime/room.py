@@ -87,9 +87,9 @@ class Room:
     def repay(self, is_last: Callable[[], bool]) -> None:
         """Give back to the system what was taken beyond the budget, once it is free. `is_last`: whether no visit is left that may have taken it."""
         if self._is_overdrawn and self.used_bytes <= self._budget_bytes:
-            self._is_overdrawn = not is_last()
             self._buffers.shrink(self._budget_bytes - self.used_bytes)
             self._slabs.trim()
+            self._is_overdrawn = not is_last()
 
     def close(self) -> None:
         """Every buffer is dropped; a view that somebody has keeps its own memory."""

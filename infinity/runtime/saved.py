@@ -59,11 +59,16 @@ class SavedTensors:
         self._storages, self._fetch = storages, fetch
         self._pack_below: Hook | None = below[0] if below is not None else None
         self._unpack_below: Hook | None = below[1] if below is not None else None
+
+    def open(self) -> None:
+        """Put the entry on the stack."""
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def close(self) -> None:
-        """Take the entry off the stack again; it is on top."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        """Take the entry off the stack again. It is on top, unless an interrupt came before that, or after this."""
+        top = top_hooks()
+        if not can_chain() or (top is not None and getattr(top[0], "__self__", None) is self):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def pack(self, tensor: Tensor) -> Coordinates | Elsewhere | Tensor:
         if tensor.layout is _STRIDED and type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH:

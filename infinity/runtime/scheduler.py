@@ -29,6 +29,7 @@ from infinity.runtime.units import Unit
 from infinity.sharding.groups import first_other
 from infinity.sizes import format_bytes
 from infinity.storage.chunks import as_bytes
+from infinity.storage.condition import Condition
 
 EVENT_POLL_S = 0.0005
 """How often the mover looks whether a buffer that it needs back is not in use any more."""
@@ -61,8 +62,8 @@ class Scheduler:
         self.peak_units = 0
         self._closing = False
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
-        self._landing = threading.Condition()
+        self._changed = Condition()
+        self._landing = Condition()
         self._room = Room(device, movers.slabs, movers.copies.upload_stream, budget_bytes=budget_bytes, spare_bytes=spare_bytes)
         self._ascent = Ascent(movers, self._room, self._changed, deadline_s=deadline_s, on_death=self._fail)
         mover = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
@@ -99,7 +100,7 @@ class Scheduler:
     def fetch(self, unit: Unit) -> list[Tensor]:
         """The unit's full flat buffers, usable by the current stream. Blocks; counts as a stall where it has to wait."""
         index = unit.layout.index
-        with self._changed:
+        with self._changed.lock:
             self._check()
             fetch = self._fetches.get(index)
             if fetch is not None and fetch.attached:
@@ -127,7 +128,7 @@ class Scheduler:
 
     def _abandon(self, fetch: Fetch) -> None:
         """It failed, or an interrupt came first: the hooks do not have it, and whoever asks again starts afresh."""
-        with self._changed:
+        with self._changed.lock:
             fetch.attached = fetch.urgent = False
             if fetch in self._queue or fetch.has_failed():
                 self._drop(fetch)
@@ -135,7 +136,7 @@ class Scheduler:
 
     def release(self, unit: Unit, *, is_changed: bool, is_shared: bool) -> None:
         """The hooks dropped their references; the current stream is the last that reads the buffers."""
-        with self._changed:
+        with self._changed.lock:
             fetch = self._fetches[unit.layout.index]
             fetch.last_use = torch.cuda.current_stream(self._device.index).record_event() if self._cuda and fetch.nbytes else None
             fetch.is_held |= is_shared or is_changed
@@ -201,14 +202,14 @@ class Scheduler:
     def invalidate(self) -> None:
         """Parameters are about to change: give up what was fetched ahead."""
         self._collector.resume()  # an interrupt may have ended the forward without a word
-        with self._changed:
+        with self._changed.lock:
             for fetch in [fetch for fetch in self._queue if not fetch.attached]:
                 self._drop(fetch)
             stale = [fetch for fetch in self._fetches.values() if not fetch.attached]
         for fetch in stale:
             fetch.join()
         self._movers.copies.wait_for_uploads(self._deadline_s)  # of units long released too: the update writes what they read
-        with self._changed:
+        with self._changed.lock:
             for fetch in stale:
                 self._give_up(fetch)
             self._trace.restart()
@@ -216,13 +217,13 @@ class Scheduler:
 
     def warm(self) -> None:
         """Start on the first units of the next forward. Raises what the mover died of."""
-        with self._changed:
+        with self._changed.lock:
             self._check()
             self._request_first(lambda index: True)
 
     def warm_updated(self, is_updated: Callable[[int], bool]) -> None:
         """The same of those whose parameters will not change any more, in a step that has begun: a dead mover is no reason to break it off."""
-        with self._changed:
+        with self._changed.lock:
             if self._error is None and not self._closing and self._is_alone:  # ranks would not all be as far, and ask in different orders
                 self._request_first(is_updated)
 
@@ -235,7 +236,7 @@ class Scheduler:
     def close(self) -> None:
         """Stop the threads and drop every buffer. Waiters raise ClosedError."""
         self._collector.resume()
-        with self._changed:
+        with self._changed.lock:
             self._closing = True
             self._changed.notify_all()
         self._ascent.stop(_closed())
@@ -266,7 +267,7 @@ class Scheduler:
             error = CapacityError(f"HBM is full: {cause}") if is_full else MoverError(f"{what}: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
         self._error = error  # before the lock: whoever holds it may be waiting for what will not come
-        with self._changed:
+        with self._changed.lock:
             fetches = list(self._fetches.values())
             self._changed.notify_all()
         self._ascent.fail(error)
@@ -352,7 +353,7 @@ class Scheduler:
 
     def _move(self) -> None:
         while True:
-            with self._changed:
+            with self._changed.lock:
                 fetch = self._next()
                 while fetch is None and not self._closing:
                     self._changed.wait(timeout=EVENT_POLL_S if self._must_poll() else None)

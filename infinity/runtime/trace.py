@@ -86,9 +86,8 @@ class Trace:
             if ahead is None:
                 return
             self._position = ahead
-        self._position += 1
-        if self._position == len(self._order):
-            self._position = 0
+        self._position = (self._position + 1) % len(self._order)
+        if self._position == 0:
             if self._is_clean and self._order is self._learned:  # the pass so far is the order, over and over
                 self._pass.clear()
 
@@ -116,9 +115,10 @@ class Trace:
 
     def _hint_from(self, order: list[int]) -> None:
         if order != self._order:
-            self._places, self._hints = {}, {}
+            places: dict[int, list[int]] = {}
             for place, unit in enumerate(order):
-                self._places.setdefault(unit, []).append(place)
+                places.setdefault(unit, []).append(place)
+            self._places, self._hints = places, {}
         self._order, self._position = order, 0
 
     def _distinct(self, position: int, n: int, skip: int | None) -> list[int]:

@@ -97,13 +97,16 @@ class Ranks:
         after = [stream_work(full.device), *after]
         return self._ask(f"mean of {name}", full, lambda _: self._average(full), after)
 
-    def total(self, value: float, name: str) -> float:
-        """The sum over all shards, in fp64 and in their order: the same number on every rank. Waits."""
-        if self.shard_size == 1:
+    def total(self, value: float, name: str, *, is_sharded: bool) -> float:
+        """The sum over all shards, in fp64 and in their order, of the first replica of each; or rank 0's value, where every rank has the whole.
+
+        The same number on every rank, to the bit. Waits.
+        """
+        if self.world_size == 1:
             return value
-        cells, mine = torch.zeros(self.shard_size, dtype=torch.float64), torch.tensor([value], dtype=torch.float64)
-        self._ask(f"sum of {name}", cells, lambda _: all_gather(cells, mine, group=self._shards), among=self._shards).wait()
-        return float(sum(cells.tolist()))
+        cells, mine = torch.zeros(self.world_size, dtype=torch.float64), torch.tensor([value], dtype=torch.float64)
+        self._ask(f"sum of {name}", cells, lambda _: all_gather(cells, mine, group=self._group)).wait()
+        return float(sum(cells[: self.shard_size if is_sharded else 1].tolist()))
 
     def is_same(self, value: int, name: str) -> bool:
         """Whether every rank has this number, of 64 bits with its sign. Waits."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 from infinity.errors import CapacityError, MoverError
 from infinity.kinds import Tier
 from infinity.sizes import format_bytes
+from infinity.storage.condition import Condition
 
 
 class Held:
@@ -32,7 +32,7 @@ class Budget:
         self._used_bytes = 0
         self._peak_bytes = 0
         self._failure: BaseException | None = None
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     @property
     def used_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Budget:
                 f"{format_bytes(self.limit_bytes)} ({self.limit_bytes} bytes). Set budgets.{self.tier} to {nbytes} or more"
             )
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._changed.lock:
             while not self._fits(nbytes):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -68,7 +68,7 @@ class Budget:
 
     def try_take(self, held: Held) -> bool:
         """Count the bytes if they fit right now; False is an answer."""
-        with self._changed:
+        with self._changed.lock:
             fits = self._fits(held.nbytes)
             if fits:
                 self._count(held)
@@ -76,15 +76,15 @@ class Budget:
 
     def give(self, held: Held) -> None:
         """The bytes are free again: the last use has completed, not merely been queued."""
-        with self._changed:
+        with self._changed.lock:
+            self._changed.notify_all()  # first, so that no interrupt comes between: who waits goes on once the lock is free
             if held.is_counted:
                 held.is_counted = False
                 self._used_bytes -= held.nbytes
-            self._changed.notify_all()
 
     def fail(self, failure: BaseException) -> None:
         """Whoever should have given bytes back is dead: every taker, now and later, raises its exception."""
-        with self._changed:
+        with self._changed.lock:
             self._failure = self._failure or failure
             self._changed.notify_all()
 

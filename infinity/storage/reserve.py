@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import torch
 
 from infinity.errors import MoverError
+from infinity.storage.condition import Condition
 from infinity.storage.slabs import SlabPool
 
 
@@ -20,7 +20,7 @@ class Reserve:
         self.count = count
         self._free = [pool.take(nbytes) for _ in range(count)]
         self._failure: BaseException | None = None
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     def borrow(self, timeout_s: float) -> torch.Tensor:
         """A buffer, uint8 [nbytes], contents undefined. The borrower gives it back.
@@ -28,7 +28,7 @@ class Reserve:
         Raises MoverError after `timeout_s`, and whatever `fail` was given as soon as it is.
         """
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._changed.lock:
             while not self._free:
                 self._raise_failure()
                 left_s = deadline - time.monotonic()
@@ -41,20 +41,20 @@ class Reserve:
     def give(self, buffer: torch.Tensor) -> None:
         """Nothing reads or writes the buffer any more."""
         assert buffer.numel() == self.nbytes, f"reserve {self.name}: {buffer.numel()} bytes given back, buffers have {self.nbytes}"
-        with self._changed:
+        with self._changed.lock:
             assert len(self._free) < self.count, f"reserve {self.name}: more buffers given back than lent"
             self._free.append(buffer)
             self._changed.notify()
 
     def fail(self, failure: BaseException) -> None:
         """Whoever should have given buffers back is dead: every borrower, now and later, raises its exception."""
-        with self._changed:
+        with self._changed.lock:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
     def close(self) -> None:
         """Let go of the free buffers; lent ones follow as they are dropped."""
-        with self._changed:
+        with self._changed.lock:
             self._free.clear()
             self._failure = self._failure or MoverError(f"reserve {self.name} is closed")
             self._changed.notify_all()

@@ -245,7 +245,7 @@ def torchrun(folder, *program):
         yield process
     finally:
         process.terminate()
-        process.communicate()
+        process.communicate(timeout=60)
 
 
 def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):

@@ -8,9 +8,11 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from infinity.errors import ConfigError
 from infinity.kinds import Lane
+from infinity.sharding.groups import leave_world
 from infinity.sharding.issuer import BETWEEN
 from infinity.sharding.ranks import Ranks, join_ranks
 from infinity.storage.work import COMPLETED
@@ -31,7 +33,7 @@ def test_alone_nothing_moves():
     assert ranks.reduce(full, frozenset({1, 3}), 5, "u", lambda own, present: reduced.append((own.tolist(), present))) is COMPLETED
     assert reduced == [(list(range(6)), {1, 3})]
     assert ranks.broadcast(full, "u") is COMPLETED
-    assert ranks.total(2.5, "norm") == 2.5 and ranks.everybodys("a", "x") == ["a"]
+    assert ranks.total(2.5, "norm", is_sharded=True) == 2.5 and ranks.everybodys("a", "x") == ["a"]
     ranks.check_same("a", "x", "")
     ranks.close()
 
@@ -61,7 +63,8 @@ def everything(rank, world_size):
         "gathered": torch.equal(full, values),
         "reduced": {dtype: own.tolist() for dtype, (own, _) in reduced.items()},
         "present": [present for _, present in reduced.values()],
-        "total": ranks.total(0.1 * (rank + 1), "norm"),
+        "total": ranks.total(0.1 * (rank + 1), "norm", is_sharded=True),
+        "of rank 0": ranks.total(0.1 * (rank + 1), "norm", is_sharded=False),
         "everybody": ranks.everybodys(f"rank {rank}", "x"),
         "lanes": {span.lane for span in timeline.spans()},
     }
@@ -81,6 +84,7 @@ def test_collectives_of_real_processes(world_size):
         assert values["told"] == {str(dtype): [0, 1, 0, 1, 0, 1, 0] for dtype in DTYPES}
         assert values["present"] == 3 * [{*range(world_size), 7}]
         assert values["everybody"] == [f"rank {other}" for other in range(world_size)]
+    assert {values["of rank 0"] for values in found} == {0.1}
     assert len({values["total"] for values in found}) == 1 and found[0]["total"] == pytest.approx(0.1 * sum(range(1, world_size + 1)))
 
 
@@ -92,7 +96,7 @@ def replicate(rank, world_size):
     ranks.gather(full, "u").wait(30)
     grad, reduced = torch.arange(4.0) * (rank + 1), []
     ranks.reduce(grad, frozenset({rank}), 4, "u", lambda own, present: reduced.extend([own.tolist(), present])).wait(30)
-    found = (ranks.shard_rank, ranks.shard_size), full.tolist(), reduced, ranks.total(10.0**ranks.shard_rank, "norm")
+    found = (ranks.shard_rank, ranks.shard_size), full.tolist(), reduced, ranks.total(10.0**rank, "norm", is_sharded=True)
     ranks.close()
     return found
 
@@ -265,3 +269,20 @@ def leave_early(rank, world_size):
 
 def test_a_rank_that_ends_in_order_is_not_missed():
     assert run_ranks(leave_early, 2) == [0, 1]
+
+
+def leave(rank, world_size):
+    """Whether the group is there after it is left: as another than was made, beside another group, and alone."""
+    world, kept = dist.group.WORLD, []
+    leave_world(object())
+    kept.append(dist.is_initialized())
+    other = dist.new_group(backend="gloo")
+    leave_world(world)
+    kept.append(dist.is_initialized())
+    dist.destroy_process_group(other)
+    leave_world(world)
+    return [*kept, dist.is_initialized()]
+
+
+def test_a_process_group_is_destroyed_only_where_nobody_else_has_to_do_with_it():
+    assert run_ranks(leave, 2) == [[True, True, False]] * 2
