@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
 from infinity.runtime.fetches import Fetch
 from infinity.runtime.room import Room
 from infinity.sizes import MiB
+from infinity.storage.condition import Condition
 from infinity.storage.slabs import SlabPool
 
 
@@ -38,7 +37,7 @@ class Use:
 
 
 def visit(room, nbytes):
-    fetch = Fetch(0, "unit", nbytes, threading.Condition(), 1.0, lambda: True)
+    fetch = Fetch(0, "unit", nbytes, Condition(), 1.0, lambda: True)
     room.count(fetch)
     fetch.borrowed.append(room.take(nbytes // 4, torch.float32))
     return fetch
