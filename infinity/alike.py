@@ -11,6 +11,7 @@ from infinity.config import Config
 from infinity.device import tier_of
 from infinity.errors import ConfigError
 from infinity.kinds import Group, Tier
+from infinity.optim.exchange import is_in_one_piece
 from infinity.planner.plan import Plan
 from infinity.planner.working import LIVE
 from infinity.sharding.groups import first_other
@@ -65,8 +66,7 @@ def _meetings(share: Share, layouts: Sequence[UnitLayout], plan: Plan) -> Iterat
             tiers.setdefault(flat_group_of(spec.key), set()).add(spec.tier)
     names = {layout.index: layout for layout in layouts}
     for (unit, flat, group), found in tiers.items():
-        is_near = len(found) == 1 and Tier.NVME not in found
-        yield f"{group.value} of {names[unit].flat_name(flat)}", "in HBM" if is_near else "in CPU memory"
+        yield f"{group.value} of {names[unit].flat_name(flat)}", "in HBM" if is_in_one_piece(found) else "in CPU memory"
 
 
 def _params(layouts: Sequence[UnitLayout]) -> Iterator[tuple[str, str]]:

@@ -38,6 +38,11 @@ BUFFERS = 2
 """Full flat buffers for what the ranks do not reach where it rests: one that is filled or emptied while another is with them."""
 
 
+def is_in_one_piece(tiers: Collection[Tier]) -> bool:
+    """Whether a flat buffer whose chunks rest in these tiers rests as one tensor in memory, as `Store.whole` gives it."""
+    return len(tiers) == 1 and Tier.NVME not in tiers
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flat:
     """A trained flat buffer."""

@@ -9,7 +9,7 @@ import torch
 
 from infinity.device import tier_of
 from infinity.kinds import Group, Tier
-from infinity.optim.exchange import BUFFERS
+from infinity.optim.exchange import BUFFERS, is_in_one_piece
 from infinity.optim.gpu_adamw import PIECE_NUMEL
 from infinity.optim.grad_mover import LOOKAHEAD, landing_bytes, ring_count
 from infinity.optim.pipeline import buffer_count
@@ -108,7 +108,7 @@ def _exchange(job: Job, chunks: Sequence[Piece], placement: Placement) -> Iterat
             flat_group = flat_group_of(piece.key)
             tiers.setdefault(flat_group, set()).add(placement[piece.key])
             sizes[flat_group] = piece.flat.numel * element_bytes(piece.flat, piece.key.group, job.wish.accumulates)
-    in_pieces = [nbytes for flat_group, nbytes in sizes.items() if len(tiers[flat_group]) > 1 or Tier.NVME in tiers[flat_group]]
+    in_pieces = [nbytes for flat_group, nbytes in sizes.items() if not is_in_one_piece(tiers[flat_group])]
     yield Working(name="buffers between ranks", tier=Tier.CPU, nbytes=BUFFERS * slab_bytes(max(in_pieces, default=0)))
     beside = [nbytes for flat_group, nbytes in sizes.items() if job.compute is Tier.HBM and tiers[flat_group] == {Tier.CPU}]
     yield Working(name="buffers between ranks", tier=Tier.HBM, nbytes=BUFFERS * footprint(max(beside, default=0), job.device))

@@ -22,7 +22,13 @@ class Ascent:
     """Waits only where something rests on NVMe: for a staging buffer, and for a write of the same chunk that is still under way."""
 
     def __init__(
-        self, movers: Movers, room: Room, changed: Condition, *, deadline_s: float, on_death: Callable[[BaseException], None]
+        self,
+        movers: Movers,
+        room: Room,
+        changed: Condition,
+        *,
+        deadline_s: float,
+        on_death: Callable[[BaseException], None],
     ) -> None:
         """The lock of `changed` guards `room`, which counts a fetch before it is begun. `on_death` is called from the thread of the ascent with
         what it died of.

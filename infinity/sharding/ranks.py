@@ -102,19 +102,12 @@ class Ranks:
 
         The same number on every rank, to the bit. Waits.
         """
-        if self.world_size == 1:
-            return value
-        cells, mine = torch.zeros(self.world_size, dtype=torch.float64), torch.tensor([value], dtype=torch.float64)
-        self._ask(f"sum of {name}", cells, lambda _: all_gather(cells, mine, group=self._group)).wait()
+        cells = self._cells(torch.tensor([value], dtype=torch.float64), f"sum of {name}")
         return float(sum(cells[: self.shard_size if is_sharded else 1].tolist()))
 
     def is_same(self, value: int, name: str) -> bool:
         """Whether every rank has this number, of 64 bits with its sign. Waits."""
-        if self._issuer is None:
-            return True
-        cells, mine = torch.zeros(self.world_size, dtype=torch.int64), torch.tensor([value])
-        self._ask(f"comparison of {name}", cells, lambda _: all_gather(cells, mine, group=self._group)).wait()
-        return bool((cells == value).all())
+        return bool((self._cells(torch.tensor([value]), f"comparison of {name}") == value).all())
 
     def broadcast(self, tensor: Tensor, name: str) -> Work:
         """Once the work is over, everybody's `tensor` (contiguous, on the CPU, of any dtype) is rank 0's to the bit."""
@@ -194,6 +187,14 @@ class Ranks:
         values: list[T] = []
         self._ask(f"comparison of {name}", _NOTHING, lambda _: values.extend(tell(self._group, value)), is_patient=is_patient).wait()
         return values
+
+    def _cells(self, mine: Tensor, name: str) -> Tensor:
+        """[world_size] from everybody's [1], by rank. Waits."""
+        if self._issuer is None:
+            return mine
+        cells = torch.zeros(self.world_size, dtype=mine.dtype)
+        self._ask(name, cells, lambda _: all_gather(cells, mine, group=self._group)).wait()
+        return cells
 
     def _union(self, members: frozenset[int], count: int) -> frozenset[int]:
         mask = torch.zeros(count, dtype=torch.uint8)
