@@ -1,7 +1,8 @@
-"""What all tests share: GPU tests skip with a reason where there is no CUDA, and machines may be slow."""
+"""What all tests share: what their processes import, a reason where CUDA is missing, and that machines may be slow."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""Processes that tests start import what the tests do: the package beside them, their own helpers, the caller's packages."""
 
 settings.register_profile("infinity", deadline=None)
 settings.load_profile("infinity")
@@ -28,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def example_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory with the example in it and a drive beside it."""
-    example = Path(__file__).resolve().parents[1] / "examples" / "gpt.py"
+    example = ROOT / "examples" / "gpt.py"
     (tmp_path / "disk").mkdir()
     (tmp_path / "gpt.py").write_text(example.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)

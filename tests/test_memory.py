@@ -178,7 +178,7 @@ def test_saving_loading_and_publishing_stay_inside_the_plan(path, tmp_path):
 def larger(way: str, folder: Path, layers: int, width: int, budget: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """In a process whose allocator gives large blocks back: glibc else keeps 17 to 81 MiB of freed gradients in its heap, as chance has it."""
     command = [sys.executable, str(ROOT / "tests/larger.py"), way, str(folder), str(layers), str(width), budget]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(MiB)}
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MiB)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, **options)
 
 

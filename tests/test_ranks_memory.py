@@ -49,7 +49,7 @@ def test_all_ranks_together_hold_a_tenth_more_than_one_at_most(tmp_path):
     """4.1 GB of states in 768 layers: of the tenth 2 % are padding, and 6 % what three more ranks work with and hold of hooks."""
     raw = tmp_path / "raw.json"
     command = [sys.executable, str(ROOT / "bench" / "ranks_memory.py"), "--dir", str(tmp_path), "--json", str(raw), "--counts", "1", "4"]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run(command, check=True)
     found = json.loads(raw.read_text())
     for phase in ranks_memory.PHASES:
         one, four = (sum(rank[phase] for rank in found[ranks]) for ranks in ("1", "4"))

@@ -200,9 +200,7 @@ save(sys.argv[1], Slow({"first": (1000, 1000), "last": (3,)}).fill(), {}, 2)
 
 
 def start_slow_save(target: Path) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
-    process = subprocess.Popen([sys.executable, "-c", SLOW_SAVE, str(target)], stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen([sys.executable, "-c", SLOW_SAVE, str(target)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "under way\n"
     return process
 

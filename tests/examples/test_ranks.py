@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(folder, steps):
     """Losses by step."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / "ranks.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(folder), str(steps)], capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
