@@ -94,8 +94,8 @@ def ours(args: argparse.Namespace, build: Callable[[], Any], batch: dict[str, An
         seconds = [timed(step) for _ in range(args.rounds)]
         spans = [(str(span.lane), span.start_ns, span.stop_ns) for span in engine.timeline.spans() if span.start_ns >= mark]
         moved = {str(lane): (nbytes - before.get(lane, 0)) / args.rounds for lane, nbytes in engine.timeline.moved_bytes().items()}
-        if args.trace and engine.rank == 0:
-            engine.timeline.save_chrome_trace(args.trace, since_ns=mark)
+        if args.trace:
+            engine.timeline.save_chrome_trace(f"{args.trace}_{engine.rank}.json", since_ns=mark)
     together = {" + ".join(lanes): busy_together(spans, lanes) / sum(seconds) for lanes in TOGETHER}
     return {"seconds": seconds, "moved": moved, "together": together}
 
@@ -141,7 +141,7 @@ def measure(contender: str, ranks: int, batch: int, args: argparse.Namespace) ->
         for name in (*common.SHAPE, "rounds"):
             command += [f"--{name}", str(getattr(args, name))]
         if args.trace:
-            command += ["--trace", f"{args.trace}_{contender}_{ranks}.json"]
+            command += ["--trace", f"{args.trace}_{contender}_{ranks}"]
         return common.run_ranks(ranks, command)
 
 
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cpu", default="40GiB", help="budgets.cpu of each rank")
     parser.add_argument("--dir", default="/var/tmp", help="directory on the drive")
-    parser.add_argument("--trace", help="beginning of the names of files for Chrome traces")
+    parser.add_argument("--trace", help="beginning of the names of files for Chrome traces, one of each rank")
     parser.add_argument("--json", help="file for the raw figures")
     parser.add_argument("--toy", action="store_true", help="a model of seconds, on 1 and 2 ranks")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

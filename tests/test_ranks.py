@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from infinity.errors import CapacityError, RankError, TraceError
 from infinity.kinds import Lane, Tier
 from infinity.optim.exchange import BUFFERS
 from infinity.planner import plan as plan_module
+from infinity.runtime import scheduler
 from infinity.sharding.issuer import Issuer
 from infinity.sharding.stages import STAGES, state_bytes
 from tests.ranks import TIMEOUT_S, job, run_ranks
@@ -204,6 +206,39 @@ def test_a_unit_within_reach_is_gathered_once_for_forward_and_backward(tmp_path)
         assert all(count >= 2 for count in none.values())
         assert sum(all_of_them.values()) < sum(some.values()) < sum(none.values())
         assert set(all_of_them.values()) == {1} and all_of_them.keys() == none.keys()
+
+
+def meet(rank, world_size, folder, placement, read_by_rank_1):
+    """Which gathers the hosts compare at once for the second forward, where rank 1 alone has to read some of the units."""
+    said, compare, resting_unit = [], Issuer._compare, scheduler.resting_unit
+
+    def listen(self, names, *rest):
+        if names[0].startswith("gather of "):
+            said.append([name.removeprefix("gather of ") for name in names])
+        return compare(self, names, *rest)
+
+    def resting(unit, *rest):
+        found = resting_unit(unit, *rest)
+        return replace(found, is_in_memory=found.is_in_memory and (rank == 0 or found.name not in read_by_rank_1))
+
+    Issuer._compare, scheduler.resting_unit = listen, resting
+    with infinity.initialize(tiny_gpt(layers=4), settings(folder, placement, prefetch={"units": 32})) as engine:
+        engine.model(*calls_of(tiny_gpt, rank, world_size)[0]).backward()
+        before = len(said)
+        engine.optimizer.step()
+    return said[before:]
+
+
+@pytest.mark.parametrize(
+    ("placement", "read_by_rank_1", "expected"),
+    [
+        ("cpu", (), [["root", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]]),
+        ("cpu", ("blocks.1",), [["root", "blocks.0"], ["blocks.1"], ["blocks.2", "blocks.3"]]),
+        ("nvme", (), [["root"], ["blocks.0"], ["blocks.1"], ["blocks.2"], ["blocks.3"]]),
+    ],
+)
+def test_hosts_meet_once_for_what_is_gathered_from_memory_and_for_each_unit_that_a_rank_reads(tmp_path, placement, read_by_rank_1, expected):
+    assert run_ranks(meet, 2, tmp_path, placement, read_by_rank_1) == [expected] * 2
 
 
 def part_ways(rank, world_size, folder, stage):

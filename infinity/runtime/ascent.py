@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
@@ -27,12 +28,14 @@ class Ascent:
         room: Room,
         changed: Condition,
         *,
+        in_memory: frozenset[int],
         deadline_s: float,
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """The lock of `changed` guards `room`, which counts a fetch before it is begun. `on_death` is called from the thread of the ascent with
-        what it died of.
+        """The lock of `changed` guards `room`, which counts a fetch before it is begun. `in_memory`: units of which no rank has to read anything.
+        `on_death` is called from the thread of the ascent with what it died of.
         """
+        self._in_memory = in_memory
         self._movers, self._room, self._changed = movers, room, changed
         self._uploader: Uploader | None = None
         if movers.staging is not None:
@@ -44,7 +47,7 @@ class Ascent:
         return [self._uploader.thread] if self._uploader is not None else []
 
     def begin(self, fetch: Fetch, resting: RestingUnit) -> None:
-        """Take the unit's buffers and start everything towards them. What rests where it is used is used in place."""
+        """Take the unit's buffers and start everything towards them, but for what ranks `gather`. What rests where it is used is used in place."""
         parts = fetch.shards or fetch
         for flat in resting.flats:
             if flat.is_in_place:
@@ -61,8 +64,31 @@ class Ascent:
                 for key, interval in flat.chunks:
                     self._start(fetch, parts, key, as_bytes(target[interval.start : interval.stop]))
         if fetch.shards is not None:
-            self._gather(fetch, fetch.shards, resting)
+            fetch.expect(len(fetch.borrowed))
+            fetch.shards.started()
+            fetch.is_to_gather = True
         fetch.started()
+
+    def gather(self, begun: Sequence[tuple[Fetch, RestingUnit]]) -> None:
+        """Everybody's shards, once this rank's have come: some of them are started later, by the uploader.
+
+        The ranks' hosts meet once for all neighbours that rest in memory, and for each unit that one of them has to read.
+        """
+        for is_in_memory, neighbours in groupby(begun, lambda one: one[0].index in self._in_memory):
+            together = list(neighbours)
+            for turn in [together] if is_in_memory else [[one] for one in together]:
+                self._take_turn(turn)
+
+    def _take_turn(self, fetches: Sequence[tuple[Fetch, RestingUnit]]) -> None:
+        asked: list[tuple[Tensor, str, Sequence[Work]]] = []
+        for fetch, resting in fetches:
+            assert fetch.shards is not None
+            asked += [(target, resting.layout.flat_name(f), [fetch.shards]) for f, target in enumerate(fetch.borrowed)]
+        works = iter(self._movers.ranks.gather_each(asked))
+        for fetch, _ in fetches:
+            for work in islice(works, len(fetch.borrowed)):
+                fetch.started(work)
+            fetch.is_to_gather = False
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._changed.lock:
@@ -83,13 +109,6 @@ class Ascent:
         """From where it rests in memory. What rests in HBM is copied after the update that may be queued, or it would overtake that."""
         copies = self._movers.copies
         return copies.upload(resident, target, fetch.name, after=fetch.asked_at if resident.device == target.device else None)
-
-    def _gather(self, fetch: Fetch, shards: Parts, resting: RestingUnit) -> None:
-        """Everybody's shards, once this rank's have come: some of them are started later, by the uploader."""
-        shards.started()
-        for f, target in enumerate(fetch.borrowed):
-            fetch.expect(1)
-            fetch.started(self._movers.ranks.gather(target, resting.layout.flat_name(f), after=[shards]))
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits for staging, now or later, raises a MoverError because of `error`."""

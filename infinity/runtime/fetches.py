@@ -110,6 +110,8 @@ class Fetch(Parts):
         """Those of `flats` that are buffers for this visit; the others are where the unit rests."""
         self.shards: Parts | None = None
         """What this rank brings of the unit, where the parts of the unit itself are gathers."""
+        self.is_to_gather = False
+        """Its gathers have not been asked for yet."""
         self.last_use: torch.cuda.Event | None = None
         """When the compute stream is done with the buffers, of a unit that was released and kept for its next visit."""
         self.is_held = False

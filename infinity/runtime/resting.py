@@ -42,6 +42,8 @@ class RestingUnit:
     """Of the buffers that a visit takes on the compute device: what is not used in place."""
     is_copied: bool
     """A flat buffer that is put together for each visit comes from HBM, all of it or some chunks."""
+    is_in_memory: bool
+    """Nothing of it rests on NVMe."""
     is_near: bool
     """Everything rests in HBM, or in pinned memory beside it: to start a visit is to queue copies."""
 
@@ -60,6 +62,7 @@ def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: in
         flats=flats,
         visit_bytes=sum(footprint(layout.nbytes, device) for layout in away),
         is_copied=Tier.HBM in tiers,
+        is_in_memory=Tier.NVME not in tiers,
         is_near=device.type == "cuda" and Tier.NVME not in tiers,
     )
 

@@ -65,7 +65,8 @@ class Scheduler:
         self._changed = Condition()
         self._landing = Condition()
         self._room = Room(device, movers.slabs, movers.copies.upload_stream, budget_bytes=budget_bytes, spare_bytes=spare_bytes)
-        self._ascent = Ascent(movers, self._room, self._changed, deadline_s=deadline_s, on_death=self._fail)
+        in_memory = self._in_memory_everywhere() if self._gathers else frozenset()
+        self._ascent = Ascent(movers, self._room, self._changed, in_memory=in_memory, deadline_s=deadline_s, on_death=self._fail)
         mover = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
         self._threads = [mover, *self._ascent.threads]
         for thread in self._threads:
@@ -106,10 +107,13 @@ class Scheduler:
             if fetch is not None and fetch.attached:
                 self._drop(fetch)  # an interrupt came before the hooks had it: by now it may be old
                 fetch = None
-            fetch = fetch or self._request(index)
-            fetch.urgent = fetch.attached = True
-            for other in self._ahead_of(index):
-                self._request_ahead(other)
+            try:
+                fetch = fetch or self._request(index)
+                fetch.urgent = fetch.attached = True
+                for other in self._ahead_of(index):
+                    self._request_ahead(other)
+            finally:
+                self._gather_begun()
             self._wake_mover()
         try:
             self._wait_for(fetch)
@@ -228,9 +232,12 @@ class Scheduler:
                 self._request_first(is_updated)
 
     def _request_first(self, is_wanted: Callable[[int], bool]) -> None:
-        for index in self._trace.first(self._prefetch_units + 1):
-            if index not in self._fetches and is_wanted(index):
-                self._request_ahead(index)
+        try:
+            for index in self._trace.first(self._prefetch_units + 1):
+                if index not in self._fetches and is_wanted(index):
+                    self._request_ahead(index)
+        finally:
+            self._gather_begun()
         self._wake_mover()
 
     def close(self) -> None:
@@ -327,8 +334,24 @@ class Scheduler:
         if index not in self._fetches and (not self._gathers or self._room.fits(self._resting[index].visit_bytes)):
             self._request(index)
 
+    def _in_memory_everywhere(self) -> frozenset[int]:
+        """Units of which no rank has anything on NVMe."""
+        mine = frozenset(index for index, resting in self._resting.items() if resting.is_in_memory)
+        return mine.intersection(*self._movers.ranks.everybodys(mine, "which units rest in memory"))
+
+    def _gather_begun(self) -> None:
+        """Have ranks gather what was begun since the last time."""
+        begun = [(fetch, self._resting[fetch.index]) for fetch in self._fetches.values() if fetch.is_to_gather] if self._gathers else []
+        try:
+            self._ascent.gather(begun)
+        except Exception as error:
+            self._fail(error, f"unit {begun[0][0].name!r} could not be gathered")
+
     def _make_room_in_order(self, fetch: Fetch) -> None:
-        """Where ranks gather: give up what was fetched ahead, last asked first, once it has landed. Raises CapacityError where that is not enough."""
+        """Where ranks gather: give up what was fetched ahead, last asked first, once it has landed. Raises CapacityError where that is not enough.
+
+        Nothing that it waits for is still to be gathered: of what is asked for at once only the first makes room.
+        """
         ahead = [other for other in self._fetches.values() if not other.attached and other is not fetch and other.nbytes]
         while ahead and not self._room.fits(fetch.nbytes):
             other = ahead.pop()

@@ -9,6 +9,8 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -106,24 +108,46 @@ class RankWork:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A collective in the queue."""
+class Collective:
+    """What ranks do together with a tensor of each."""
 
-    work: RankWork
+    name: str
     tensor: torch.Tensor
     """What passes. Where it is on a GPU the device does it, on the stream of collectives."""
-    is_held: bool
-    """The device may need the tensor when everybody else has let go of it."""
-    first: Callable[[], Any] | None
-    """What the ranks' hosts tell each other before it."""
     operation: Callable[[Any], object]
-    """Given that, or None."""
-    after: Sequence[Work]
+    """Given what `Turn.first` has found out, or None."""
+    after: Sequence[Work] = ()
     """What has to be over on this rank first."""
+    is_held: bool = False
+    """The device may need the tensor when everybody else has let go of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Collectives one after the other. The ranks' hosts compare all of their names before the first, and do not wait for each other again.
+
+    So a device that comes to one of the others early waits for the slowest rank's, and meanwhile computes the slower: what they come `after` is
+    over soon on every rank.
+    """
+
+    collectives: Sequence[Collective]
     among: Any
-    """The process group whose ranks do it together."""
-    is_patient: bool
+    """The process group whose ranks do them together."""
+    number: int = 0
+    """Of 64 bits with its sign, compared with the names."""
+    first: Callable[[], Any] | None = None
+    """What the hosts do before a single collective where not all of them have the same `number`."""
+    is_patient: bool = False
     """It begins once every rank has come to it, however long that takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A turn in the queue."""
+
+    turn: Turn
+    works: Sequence[RankWork]
+    """Of its collectives."""
 
 
 class Issuer:
@@ -142,8 +166,9 @@ class Issuer:
     ) -> None:
         """`abort` ends what is queued on `device` and would wait for a lost rank for ever."""
         self._rank, self._timeout_s, self._timeline, self._device, self._abort = rank, timeout_s, timeline, device, abort
-        self._motions = Motions(device, timeline, (Lane.COMM,)) if device.type == "cuda" else None
+        self._motions = Motions(device, timeline, (Lane.COMM,), is_urgent=True) if device.type == "cuda" else None
         self._begun = 0
+        """How many collectives, counting the one under way."""
         self._error: InfinityError | None = None
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._waiting: dict[RankWork, None] = {}
@@ -152,26 +177,16 @@ class Issuer:
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
 
-    def ask(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        operation: Callable[[T], object],
-        among: Any,
-        *,
-        after: Sequence[Work] = (),
-        first: Callable[[], T] | None = None,
-        is_held: bool = False,
-        is_patient: bool = False,
-    ) -> RankWork:
-        """Put a collective of the process group `among` into the queue. Raises what a rank was lost with."""
-        work = RankWork(name, None if is_patient else longest_wait_s(self._timeout_s))
+    def ask(self, turn: Turn) -> list[RankWork]:
+        """Put a turn into the queue. Raises what a rank was lost with."""
+        limit_s = None if turn.is_patient else longest_wait_s(self._timeout_s)
+        works = [RankWork(collective.name, limit_s) for collective in turn.collectives]
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._waiting[work] = None
-        self._asked.put(_Asked(work, tensor, is_held, first, operation, after, among, is_patient))
-        return work
+            self._waiting.update(dict.fromkeys(works))
+        self._asked.put(_Asked(turn, works))
+        return works
 
     def close(self) -> bool:
         """Do what was asked for first, unless a rank is lost. True when it has been done to its end."""
@@ -198,8 +213,7 @@ class Issuer:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             while (asked := self._next()) is not None:
-                if not asked.work.has_failed():  # a rank was lost before its turn
-                    self._take_turn(asked)
+                self._take_turn(asked)
                 del asked  # the tensors are whose they were
         except BaseException as error:
             self.lose(MoverError(f"the thread of collectives died on rank {self._rank}: {type(error).__name__}: {error}"))
@@ -222,11 +236,14 @@ class Issuer:
             self.lose(RankError(f"{oldest.name} was begun on all ranks, and was not over on the device of rank {self._rank} within {limit_s:g} s"))
 
     def _take_turn(self, asked: _Asked) -> None:
-        outcome = self._do(asked)
-        if isinstance(outcome, InfinityError):
-            self.lose(outcome)
-        else:
-            asked.work.begin(outcome)
+        for place, work in enumerate(asked.works):
+            if work.has_failed():  # a rank was lost before
+                return
+            outcome = self._do(asked.turn, place, work)
+            if isinstance(outcome, InfinityError):
+                self.lose(outcome)
+                return
+            work.begin(outcome)
             self._forget_completed()
 
     def _forget_completed(self) -> None:
@@ -234,48 +251,50 @@ class Issuer:
             while self._waiting and (oldest := next(iter(self._waiting))).is_completed():
                 del self._waiting[oldest]
 
-    def _do(self, asked: _Asked) -> Motion | InfinityError | None:
+    def _do(self, turn: Turn, place: int, work: RankWork) -> Motion | InfinityError | None:
         """One collective, to its end or up to where the device has it. What goes wrong beside it, in what it waits for or leads to, is this
         rank's own error, and the others' loss."""
-        name, began = asked.work.name, time.monotonic()
+        collective, began = turn.collectives[place], time.monotonic()
         self._begun += 1
-        self._watch.tell(self._begun, name)
+        self._watch.tell(self._begun, collective.name)
+        agree = partial(self._agree, turn) if place == 0 else _nothing_more
         try:
             motion = None
-            if asked.tensor.is_cuda:
-                motion = self._queue(asked)
+            if collective.tensor.is_cuda:
+                motion = self._queue(collective, agree)
             else:
-                self._perform(asked)
+                self._perform(collective, agree, is_patient=turn.is_patient)
         except InfinityError as error:
             return error
         except Exception as error:
-            return self._blame(asked.work, error, waited_s=time.monotonic() - began)
+            return self._blame(work, error, waited_s=time.monotonic() - began)
         self._watch.tell(self._begun, BETWEEN)
         return motion
 
-    def _perform(self, asked: _Asked) -> None:
+    def _perform(self, collective: Collective, agree: Callable[[], Any], *, is_patient: bool) -> None:
         """From beginning to end."""
-        for motion in asked.after:
+        for motion in collective.after:
             motion.wait()
-        if asked.is_patient:
+        if is_patient:
             self._meet()
-        with self._timeline.span(Lane.COMM, asked.work.name, asked.tensor.nbytes):
-            asked.operation(self._agree(asked))
+        with self._timeline.span(Lane.COMM, collective.name, collective.tensor.nbytes):
+            collective.operation(agree())
 
-    def _queue(self, asked: _Asked) -> Motion:
-        """On the stream of collectives, once every rank's host has come to it."""
+    def _queue(self, collective: Collective, agree: Callable[[], Any]) -> Motion:
+        """On the stream of collectives, once every rank's host has come to its turn."""
         assert self._motions is not None
         with OnStream(self._motions.stream(Lane.COMM)):
-            for motion in asked.after:
+            for motion in collective.after:
                 follow(motion)
-        told = self._agree(asked)
-        holds = (asked.tensor,) if asked.is_held else ()
-        return self._motions.run(Lane.COMM, asked.work.name, asked.tensor.nbytes, lambda: asked.operation(told), holds)
+        told = agree()
+        holds = (collective.tensor,) if collective.is_held else ()
+        return self._motions.run(Lane.COMM, collective.name, collective.tensor.nbytes, lambda: collective.operation(told), holds)
 
-    def _agree(self, asked: _Asked) -> Any:
+    def _agree(self, turn: Turn) -> Any:
         """What the ranks have come to is the same on all; then what they tell each other."""
-        self._compare(asked.work.name, asked.among)
-        return None if asked.first is None else asked.first()
+        names = [collective.name for collective in turn.collectives]
+        is_same = self._compare(names, turn.number, turn.among)
+        return None if is_same or turn.first is None else turn.first()
 
     def _meet(self) -> None:
         """Wait until every rank has come to this collective, or one is lost."""
@@ -287,27 +306,30 @@ class Issuer:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _compare(self, name: str, group: Any) -> None:
-        """Raise TraceError, on all ranks, where they have come to different collectives: of gathers of equal size nobody else would notice.
-
-        RankError where one has come to its failure instead.
+    def _compare(self, names: Sequence[str], number: int, group: Any) -> bool:
+        """Whether all ranks have the same number. Raises TraceError, on all of them, where they have come to different collectives: of gathers of
+        equal size nobody else would notice. RankError where one has come to its failure instead.
         """
-        mine = torch.tensor([zlib.crc32(name.encode())])
-        size = dist.get_world_size(group)
-        everybodys = torch.empty(size, dtype=mine.dtype)
+        mine = torch.tensor([zlib.crc32("\n".join(names).encode()), number])
+        everybodys = torch.empty(dist.get_world_size(group) * len(mine), dtype=mine.dtype)
         all_gather(everybodys, mine, group=group)
-        if len(set(everybodys.tolist())) > 1:
-            names = tell(group, name)
-            failed = [other.removeprefix(FAILED) for other in names if other.startswith(FAILED)]
-            if failed:
-                raise RankError(failed[0])
-            ranks = dist.get_process_group_ranks(group)
-            told = "; ".join(f"{other!r} on {named_ranks(names, other, ranks)}" for other in distinct(names))
-            raise TraceError(
-                f"the ranks took different ways through the model, and nothing more is updated. Collective number {self._begun} is {told}. "
-                "Let every rank call the same modules, and engine.gathered, in the same order. Modules that only some batches use, such as experts, "
-                "belong into one unit: name the class around them in units.classes"
-            )
+        told = everybodys.tolist()
+        if len(set(told[::2])) > 1:
+            self._refuse(tell(group, names), dist.get_process_group_ranks(group))
+        return len(set(told[1::2])) == 1
+
+    def _refuse(self, turns: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
+        """What those ranks have come to differs."""
+        failed = [name.removeprefix(FAILED) for names in turns for name in names if name.startswith(FAILED)]
+        if failed:
+            raise RankError(failed[0])
+        place, names = next((place, names) for place, names in enumerate(zip_longest(*turns)) if len(set(names)) > 1)
+        told = "; ".join(f"{repr(name) if name else 'nothing yet'} on {named_ranks(names, name, ranks)}" for name in distinct(names))
+        raise TraceError(
+            f"the ranks took different ways through the model, and nothing more is updated. Collective number {self._begun + place} is {told}. "
+            "Let every rank call the same modules, and engine.gathered, in the same order. Modules that only some batches use, such as experts, "
+            "belong into one unit: name the class around them in units.classes"
+        )
 
     def _blame(self, work: RankWork, cause: Exception, waited_s: float) -> InfinityError:
         """A collective failed here. A rank that is dead is soon missed by the watch; one that lives and is behind is known by its count."""
@@ -337,6 +359,10 @@ class Issuer:
             self._abort()
         except Exception as error:
             logger.warning("what is queued between the ranks' GPUs could not be ended: %s", error)
+
+
+def _nothing_more() -> None:
+    """What ranks tell each other in the middle of a turn."""
 
 
 def distinct(values: Sequence[T]) -> list[T]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, InfinityError, RankError
 from infinity.sharding.groups import ALONE_HERE, Groups, all_gather, join_groups, reduce_scatter, tell
-from infinity.sharding.issuer import Issuer, distinct, named_ranks
+from infinity.sharding.issuer import Collective, Issuer, Turn, distinct, named_ranks
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import FAILED
 from infinity.storage.stream_work import stream_work
@@ -73,10 +73,14 @@ class Ranks:
 
     def gather(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
         """All-gather in place: `full` [shard_size x n] holds this rank's shard once `after` is over, and everybody's once the work is."""
-        if self.shard_size == 1:
-            return join(after)
-        own = full[_slice(self.shard(full.numel()))]
-        return self._ask(f"gather of {name}", full, lambda _: all_gather(full, own, group=self._shards), after, self._shards, is_held=True)
+        return self.gather_each([(full, name, after)])[0]
+
+    def gather_each(self, asked: Sequence[tuple[Tensor, str, Sequence[Work]]]) -> list[Work]:
+        """Several in a row, of (full, name, after) each. The ranks' hosts talk to each other once."""
+        if self.shard_size == 1 or self._issuer is None:
+            return [join(after) for _, _, after in asked]
+        gathers = [Collective(f"gather of {name}", full, partial(self._gather, full), after, is_held=True) for full, name, after in asked]
+        return list(self._issuer.ask(Turn(gathers, self._shards)))
 
     def reduce(self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced) -> Work:
         """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [shard_size x n], and who of `count` members
@@ -89,13 +93,16 @@ class Ranks:
             then(full, members)
             return COMPLETED
 
-        unite = partial(self._union, members, count)
-        return self._ask(f"reduce of {name}", full, lambda present: then(self._average(full), present), [stream_work(full.device)], first=unite)
+        def mean(union: frozenset[int] | None) -> None:
+            then(self._average(full), members if union is None else union)
+
+        collective = Collective(f"reduce of {name}", full, mean, [stream_work(full.device)])
+        return self._ask(collective, number=hash(members), first=partial(self._union, members, count))
 
     def average(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
         """The same where all ranks know already who has a part in it, once `after` is over: the mean is in this rank's shard of `full`."""
         after = [stream_work(full.device), *after]
-        return self._ask(f"mean of {name}", full, lambda _: self._average(full), after)
+        return self._ask(Collective(f"mean of {name}", full, lambda _: self._average(full), after))
 
     def total(self, value: float, name: str, *, is_sharded: bool) -> float:
         """The sum over all shards, in fp64 and in their order, of the first replica of each; or rank 0's value, where every rank has the whole.
@@ -111,7 +118,8 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor, name: str) -> Work:
         """Once the work is over, everybody's `tensor` (contiguous, on the CPU, of any dtype) is rank 0's to the bit."""
-        return self._ask(f"broadcast of {name}", tensor, lambda _: dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=self._group))
+        flat = tensor.view(-1).view(torch.uint8)
+        return self._ask(Collective(f"broadcast of {name}", tensor, lambda _: dist.broadcast(flat, src=0, group=self._group)))
 
     def everybodys(self, value: T, name: str) -> list[T]:
         """What each rank has under this name, by rank; anything that pickles. Waits."""
@@ -146,7 +154,8 @@ class Ranks:
             yield
         except Exception as error:
             with suppress(InfinityError):  # the others', which this one has caused; or that which the body ended with
-                self._ask(f"{FAILED}{what} failed on rank {self.rank}: {type(error).__name__}: {error}", _NOTHING, lambda _: None).wait()
+                told = f"{FAILED}{what} failed on rank {self.rank}: {type(error).__name__}: {error}"
+                self._ask(Collective(told, _NOTHING, lambda _: None)).wait()
             raise
         self.everybodys(None, what)
 
@@ -169,6 +178,9 @@ class Ranks:
 
     # -- one collective ----------------------------------------------------------------------------------------------
 
+    def _gather(self, full: Tensor, _: None) -> None:
+        all_gather(full, full[_slice(self.shard(full.numel()))], group=self._shards)
+
     def _average(self, full: Tensor) -> Tensor:
         """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""
         own = full[_slice(self.shard(full.numel()))]
@@ -185,7 +197,7 @@ class Ranks:
         if self._issuer is None:
             return [value]
         values: list[T] = []
-        self._ask(f"comparison of {name}", _NOTHING, lambda _: values.extend(tell(self._group, value)), is_patient=is_patient).wait()
+        self._ask(Collective(f"comparison of {name}", _NOTHING, lambda _: values.extend(tell(self._group, value))), is_patient=is_patient).wait()
         return values
 
     def _cells(self, mine: Tensor, name: str) -> Tensor:
@@ -193,7 +205,7 @@ class Ranks:
         if self._issuer is None:
             return mine
         cells = torch.zeros(self.world_size, dtype=mine.dtype)
-        self._ask(name, cells, lambda _: all_gather(cells, mine, group=self._group)).wait()
+        self._ask(Collective(name, cells, lambda _: all_gather(cells, mine, group=self._group))).wait()
         return cells
 
     def _union(self, members: frozenset[int], count: int) -> frozenset[int]:
@@ -202,21 +214,11 @@ class Ranks:
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)
         return frozenset(mask.nonzero().flatten().tolist())
 
-    def _ask(
-        self,
-        name: str,
-        tensor: Tensor,
-        operation: Callable[[T], object],
-        after: Sequence[Work] = (),
-        among: Any = None,
-        *,
-        first: Callable[[], T] | None = None,
-        is_held: bool = False,
-        is_patient: bool = False,
-    ) -> Work:
+    def _ask(self, collective: Collective, *, number: int = 0, first: Callable[[], object] | None = None, is_patient: bool = False) -> Work:
+        """Of all ranks."""
         if self._issuer is None:
             return COMPLETED
-        return self._issuer.ask(name, tensor, operation, among or self._group, after=after, first=first, is_held=is_held, is_patient=is_patient)
+        return self._issuer.ask(Turn([collective], self._group, number, first, is_patient))[0]
 
 
 def join_ranks(device: str, *, timeout_s: float, timeline: Timeline, shard_group: int | None = None) -> Ranks:

@@ -18,6 +18,9 @@ from infinity.timeline import Timeline
 _ANCHOR_EVERY_S = 10.0
 """CUDA event times are float32 milliseconds after an anchor: near anchors keep microseconds, and clocks drift apart."""
 
+_URGENT = -1
+"""A stream's priority before that of streams made without one, 0 (CUDA programming guide, stream priorities)."""
+
 _MOST_UNMEASURED = 1024
 """Finished motions whose spans are not with the timeline yet; two CUDA events each."""
 
@@ -33,10 +36,12 @@ class _Anchor:
 class Motions:
     """A stream for each lane, and the motions on them that are not known to be over."""
 
-    def __init__(self, device: torch.device, timeline: Timeline, lanes: Sequence[Lane]) -> None:
+    def __init__(self, device: torch.device, timeline: Timeline, lanes: Sequence[Lane], *, is_urgent: bool = False) -> None:
+        """`is_urgent`: kernels on these streams get processors before those of compute that are not running yet."""
         self.device = device
         self.timeline = timeline
-        self._streams = {lane: torch.cuda.Stream(device) for lane in lanes}  # type: ignore[no-untyped-call]
+        priority = _URGENT if is_urgent else 0
+        self._streams = {lane: torch.cuda.Stream(device, priority=priority) for lane in lanes}  # type: ignore[no-untyped-call]
         self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._spare: list[torch.cuda.Event] = []
         """Of motions that have been measured: to make a new one takes longer than to record it."""

@@ -14,7 +14,7 @@ import infinity
 from infinity.errors import CapacityError, InfinityError, RankError
 from infinity.kinds import Group, Lane, Tier
 from infinity.sharding.groups import Groups, Here, all_gather
-from infinity.sharding.issuer import Issuer
+from infinity.sharding.issuer import Collective, Issuer, Turn
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.stages import STAGES
 from infinity.storage.stream_work import stream_work
@@ -217,7 +217,8 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     torch.add(full, 3, out=full)
-    gather = issuer.ask("gather", own, lambda _: all_gather(own, full, group=group), group, after=[stream_work(device)], is_held=True)
+    collective = Collective("gather", own, lambda _: all_gather(own, full, group=group), [stream_work(device)], is_held=True)
+    (gather,) = issuer.ask(Turn([collective], group))
     gather.sync_current_stream()
     was_early = gather.is_completed()
     gathered = own.mean()  # queued behind it
@@ -227,7 +228,7 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     else:
         assert issuer.close()
     try:
-        issuer.ask("another", own, lambda _: None, group)
+        issuer.ask(Turn([Collective("another", own, lambda _: None)], group))
         error = ""
     except InfinityError as told:
         error = str(told)

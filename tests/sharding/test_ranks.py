@@ -13,7 +13,7 @@ import torch.distributed as dist
 from infinity.errors import ConfigError
 from infinity.kinds import Lane
 from infinity.sharding.groups import leave_world
-from infinity.sharding.issuer import BETWEEN
+from infinity.sharding.issuer import BETWEEN, Issuer
 from infinity.sharding.ranks import Ranks, join_ranks
 from infinity.storage.work import COMPLETED
 from infinity.timeline import Timeline
@@ -86,6 +86,50 @@ def test_collectives_of_real_processes(world_size):
         assert values["everybody"] == [f"rank {other}" for other in range(world_size)]
     assert {values["of rank 0"] for values in found} == {0.1}
     assert len({values["total"] for values in found}) == 1 and found[0]["total"] == pytest.approx(0.1 * sum(range(1, world_size + 1)))
+
+
+def count_what_hosts_say(rank, world_size):
+    """(what each call was of, the values) of a turn of three gathers, a reduce that all ranks have the same part in, and one that they have not."""
+    said = []
+    compare, union = Issuer._compare, Ranks._union
+    Issuer._compare = lambda self, names, *rest: (said.append(list(names)), compare(self, names, *rest))[1]
+    Ranks._union = lambda self, members, count: (said.append(sorted(members)), union(self, members, count))[1]
+    ranks = ranks_of()
+    fulls = [torch.full((2 * world_size,), float(rank + 10 * n)) for n in range(3)]
+    for work in ranks.gather_each([(full, f"u{n}", ()) for n, full in enumerate(fulls)]):
+        work.wait(30)
+    present = []
+    for name, members in (("same", {0, 3}), ("other", {rank})):
+        ranks.reduce(torch.ones(world_size), frozenset(members), 4, name, lambda own, united: present.append(united)).wait(30)
+    ranks.close()
+    return said, [full.tolist() for full in fulls], present
+
+
+def test_hosts_compare_a_turn_of_collectives_once_and_unite_only_what_differs():
+    for rank, (said, fulls, present) in enumerate(run_ranks(count_what_hosts_say, 2)):
+        assert said == [["gather of u0", "gather of u1", "gather of u2"], ["reduce of same"], ["reduce of other"], [rank]]
+        assert fulls == [[10 * n, 10 * n, 10 * n + 1, 10 * n + 1] for n in range(3)]
+        assert present == [{0, 3}, {0, 1}]
+
+
+def gather_in_turns(rank, world_size, turns):
+    ranks = ranks_of()
+    ranks.gather(torch.zeros(world_size), "first").wait(30)
+    ranks.gather_each([(torch.zeros(world_size), name, ()) for name in turns[rank]])[0].wait(30)
+
+
+@pytest.mark.parametrize(
+    ("turns", "told"),
+    [
+        (("abc", "axc"), "3 is 'gather of b' on rank 0; 'gather of x' on rank 1. "),
+        (("ab", "a"), "3 is 'gather of b' on rank 0; nothing yet on rank 1. "),
+        (("xab", "yac"), "2 is 'gather of x' on rank 0; 'gather of y' on rank 1. "),
+    ],
+)
+def test_the_first_collective_of_a_turn_that_differs_is_named_on_all_ranks(turns, told):
+    with job(gather_in_turns, 2, turns) as running:
+        errors = [running.outcome(rank).error for rank in range(2)]
+    assert all(error.startswith("TraceError: the ranks took different ways") and f"Collective number {told}" in error for error in errors)
 
 
 def replicate(rank, world_size):
