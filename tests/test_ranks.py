@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -22,7 +23,10 @@ from infinity.kinds import Lane, Tier
 from infinity.optim.exchange import BUFFERS
 from infinity.planner import plan as plan_module
 from infinity.runtime import scheduler
-from infinity.sharding.issuer import Issuer
+from infinity.runtime.ascent import Ascent
+from infinity.runtime.fetches import Fetch
+from infinity.runtime.scheduler import Scheduler
+from infinity.sharding.issuer import Issuer, RankWork
 from infinity.sharding.stages import STAGES, state_bytes
 from tests.ranks import TIMEOUT_S, job, run_ranks
 
@@ -209,7 +213,9 @@ def test_a_unit_within_reach_is_gathered_once_for_forward_and_backward(tmp_path)
 
 
 def meet(rank, world_size, folder, placement, read_by_rank_1):
-    """Which gathers the hosts compare at once for the second forward, where rank 1 alone has to read some of the units."""
+    """Which gathers the hosts compare at once for the second forward, where rank 1 alone has to read some of the units: as the update ends, and
+    once more, when the forward begins with nothing there.
+    """
     said, compare, resting_unit = [], Issuer._compare, scheduler.resting_unit
 
     def listen(self, names, *rest):
@@ -226,7 +232,10 @@ def meet(rank, world_size, folder, placement, read_by_rank_1):
         engine.model(*calls_of(tiny_gpt, rank, world_size)[0]).backward()
         before = len(said)
         engine.optimizer.step()
-    return said[before:]
+        engine._parts.scheduler.invalidate()
+        after = len(said)
+        engine.model(*calls_of(tiny_gpt, rank, world_size)[0])
+    return said[before:after], said[after:]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +247,89 @@ def meet(rank, world_size, folder, placement, read_by_rank_1):
     ],
 )
 def test_hosts_meet_once_for_what_is_gathered_from_memory_and_for_each_unit_that_a_rank_reads(tmp_path, placement, read_by_rank_1, expected):
-    assert run_ranks(meet, 2, tmp_path, placement, read_by_rank_1) == [expected] * 2
+    assert run_ranks(meet, 2, tmp_path, placement, read_by_rank_1) == [(expected, expected)] * 2
+
+
+def interrupt(rank, world_size, folder, place):
+    """Whether both ranks were struck as they ask for gathers, and the loss before and after that, each as soon as a forward takes."""
+    calls, left, begun, gather = calls_of(tiny_gpt, rank, world_size), [-1], Scheduler._gather_begun, Fetch.started
+
+    def strike():
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    def strike_before(self):
+        if any(fetch.is_to_gather for fetch in self._fetches.values()):
+            strike()
+        return begun(self)
+
+    def strike_after(self, work=None):
+        gather(self, work)
+        if isinstance(work, RankWork):
+            strike()
+
+    if place == "before it is asked":
+        Scheduler._gather_begun = strike_before
+    else:
+        Fetch.started = strike_after
+    config = settings(folder, prefetch={"units": 2}, nvme={"deadline_s": 5.0})
+    losses, struck = [], False
+    with infinity.initialize(tiny_gpt(layers=4), config) as engine:
+        engine.model(*calls[0]).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        engine._parts.scheduler.invalidate()
+        losses.append(engine.model(*calls[0]).item())
+        engine._parts.scheduler.invalidate()
+        left[0] = 2 if place == "in the middle" else 1
+        try:
+            engine.model(*calls[0]).backward()
+        except KeyboardInterrupt:
+            struck = True
+        left[0] = -1
+        engine.optimizer.zero_grad()
+        start = time.monotonic()
+        if place == "before it is asked":
+            engine._parts.scheduler.invalidate()
+        losses.append(engine.model(*calls[0]).item())
+        engine.model(*calls[0]).backward()
+        engine.optimizer.step()
+        waited = time.monotonic() - start
+    return struck, losses, waited < 5.0
+
+
+@pytest.mark.parametrize("place", ["before it is asked", "in the middle", "after the first"])
+def test_an_interrupt_of_all_ranks_as_they_ask_for_gathers_leaves_nothing_to_wait_for(tmp_path, place):
+    for struck, (before, after), was_prompt in run_ranks(interrupt, 2, tmp_path, place):
+        assert struck and was_prompt and before == after
+
+
+def fail_to_begin(rank, world_size, folder):
+    begin, is_full = Ascent.begin, threading.Event()
+
+    def fails(self, fetch, resting):
+        if is_full.is_set() and rank == 1 and fetch.name == "blocks.1":
+            raise MemoryError("no memory for a buffer")
+        return begin(self, fetch, resting)
+
+    Ascent.begin = fails
+    with infinity.initialize(tiny_gpt(layers=4), settings(folder, prefetch={"units": 2}, zero={"timeout_s": TIMEOUT_S})) as engine:
+        call = calls_of(tiny_gpt, rank, world_size)[0]
+        for step in range(2):
+            engine.model(*call).backward()
+            if step:
+                is_full.set()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        engine.model(*call)
+
+
+def test_a_unit_that_one_rank_cannot_fetch_ahead_is_not_taken_for_another_way_through_the_model(tmp_path):
+    with job(fail_to_begin, 2, tmp_path, timeout_s=TIMEOUT_S) as running:
+        other, failed = (running.outcome(rank).error for rank in range(2))
+    assert failed.startswith("MoverError: unit 'blocks.1' could not be fetched: MemoryError")
+    assert other.startswith("RankError: rank 1 has ended")
 
 
 def part_ways(rank, world_size, folder, stage):

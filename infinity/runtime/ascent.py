@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import groupby, islice
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -28,14 +28,12 @@ class Ascent:
         room: Room,
         changed: Condition,
         *,
-        in_memory: frozenset[int],
         deadline_s: float,
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """The lock of `changed` guards `room`, which counts a fetch before it is begun. `in_memory`: units of which no rank has to read anything.
-        `on_death` is called from the thread of the ascent with what it died of.
+        """The lock of `changed` guards `room`, which counts a fetch before it is begun. `on_death` is called from the thread of the ascent with
+        what it died of.
         """
-        self._in_memory = in_memory
         self._movers, self._room, self._changed = movers, room, changed
         self._uploader: Uploader | None = None
         if movers.staging is not None:
@@ -70,22 +68,13 @@ class Ascent:
         fetch.started()
 
     def gather(self, begun: Sequence[tuple[Fetch, RestingUnit]]) -> None:
-        """Everybody's shards, once this rank's have come: some of them are started later, by the uploader.
-
-        The ranks' hosts meet once for all neighbours that rest in memory, and for each unit that one of them has to read.
-        """
-        for is_in_memory, neighbours in groupby(begun, lambda one: one[0].index in self._in_memory):
-            together = list(neighbours)
-            for turn in [together] if is_in_memory else [[one] for one in together]:
-                self._take_turn(turn)
-
-    def _take_turn(self, fetches: Sequence[tuple[Fetch, RestingUnit]]) -> None:
+        """Everybody's shards, once this rank's have come: some of them are started later, by the uploader. The ranks' hosts meet once for all."""
         asked: list[tuple[Tensor, str, Sequence[Work]]] = []
-        for fetch, resting in fetches:
+        for fetch, resting in begun:
             assert fetch.shards is not None
             asked += [(target, resting.layout.flat_name(f), [fetch.shards]) for f, target in enumerate(fetch.borrowed)]
         works = iter(self._movers.ranks.gather_each(asked))
-        for fetch, _ in fetches:
+        for fetch, _ in begun:
             for work in islice(works, len(fetch.borrowed)):
                 fetch.started(work)
             fetch.is_to_gather = False

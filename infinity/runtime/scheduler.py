@@ -65,8 +65,8 @@ class Scheduler:
         self._changed = Condition()
         self._landing = Condition()
         self._room = Room(device, movers.slabs, movers.copies.upload_stream, budget_bytes=budget_bytes, spare_bytes=spare_bytes)
-        in_memory = self._in_memory_everywhere() if self._gathers else frozenset()
-        self._ascent = Ascent(movers, self._room, self._changed, in_memory=in_memory, deadline_s=deadline_s, on_death=self._fail)
+        self._ascent = Ascent(movers, self._room, self._changed, deadline_s=deadline_s, on_death=self._fail)
+        self._in_memory = self._in_memory_everywhere() if self._gathers else frozenset()
         mover = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
         self._threads = [mover, *self._ascent.threads]
         for thread in self._threads:
@@ -207,8 +207,8 @@ class Scheduler:
         """Parameters are about to change: give up what was fetched ahead."""
         self._collector.resume()  # an interrupt may have ended the forward without a word
         with self._changed.lock:
-            for fetch in [fetch for fetch in self._queue if not fetch.attached]:
-                self._drop(fetch)
+            for fetch in [fetch for fetch in self._fetches.values() if not fetch.attached and (fetch in self._queue or fetch.is_to_gather)]:
+                self._drop(fetch)  # nothing of it will come
             stale = [fetch for fetch in self._fetches.values() if not fetch.attached]
         for fetch in stale:
             fetch.join()
@@ -319,7 +319,7 @@ class Scheduler:
         try:
             if self._gathers:
                 self._make_room_in_order(fetch)
-                self._begin_now(fetch)
+                self._begin_to_gather(fetch)
             elif not fetch.nbytes or (resting.is_near and self._may_begin_now(fetch)):
                 self._begin_now(fetch)
             else:
@@ -339,24 +339,41 @@ class Scheduler:
         mine = frozenset(index for index, resting in self._resting.items() if resting.is_in_memory)
         return mine.intersection(*self._movers.ranks.everybodys(mine, "which units rest in memory"))
 
+    def _begin_to_gather(self, fetch: Fetch) -> None:
+        """What rests in memory is gathered together with what else is asked for now. What some rank has to read is gathered by itself, and at
+        once: to begin the next may wait for a disk.
+        """
+        is_read = fetch.index not in self._in_memory
+        if is_read:
+            self._gather_begun()
+        self._begin_now(fetch)
+        if is_read:
+            self._gather_begun()
+
     def _gather_begun(self) -> None:
         """Have ranks gather what was begun since the last time."""
         begun = [(fetch, self._resting[fetch.index]) for fetch in self._fetches.values() if fetch.is_to_gather] if self._gathers else []
+        if not begun or self._error is not None:  # with less than the others gather this rank would seem to take another way than they
+            return
         try:
             self._ascent.gather(begun)
         except Exception as error:
             self._fail(error, f"unit {begun[0][0].name!r} could not be gathered")
+        except BaseException:  # an interrupt in the middle: nobody would know which of them have been asked for
+            for fetch, _ in begun:
+                self._drop(fetch)
+            raise
 
     def _make_room_in_order(self, fetch: Fetch) -> None:
-        """Where ranks gather: give up what was fetched ahead, last asked first, once it has landed. Raises CapacityError where that is not enough.
-
-        Nothing that it waits for is still to be gathered: of what is asked for at once only the first makes room.
-        """
+        """Where ranks gather: give up what was fetched ahead, last asked first, once it has landed. Raises CapacityError where that is not enough."""
         ahead = [other for other in self._fetches.values() if not other.attached and other is not fetch and other.nbytes]
         while ahead and not self._room.fits(fetch.nbytes):
             other = ahead.pop()
-            other.join()
-            self._give_up(other)
+            if other.is_to_gather:  # an interrupt has left it
+                self._drop(other)
+            else:
+                other.join()
+                self._give_up(other)
         if not self._room.fits(fetch.nbytes) and not self._room.overdraw(fetch.nbytes):
             raise self._too_much(fetch)
 

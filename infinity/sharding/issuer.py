@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -115,7 +116,7 @@ class Collective:
     tensor: torch.Tensor
     """What passes. Where it is on a GPU the device does it, on the stream of collectives."""
     operation: Callable[[Any], object]
-    """Given what `Turn.first` has found out, or None."""
+    """Given what the hosts' meeting before it has found out, or None."""
     after: Sequence[Work] = ()
     """What has to be over on this rank first."""
     is_held: bool = False
@@ -123,31 +124,27 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Collectives one after the other. The ranks' hosts compare all of their names before the first, and do not wait for each other again.
+class Meeting:
+    """How the ranks' hosts come together before a turn of collectives: they compare the names of all of them."""
 
-    So a device that comes to one of the others early waits for the slowest rank's, and meanwhile computes the slower: what they come `after` is
-    over soon on every rank.
-    """
-
-    collectives: Sequence[Collective]
     among: Any
     """The process group whose ranks do them together."""
     number: int = 0
     """Of 64 bits with its sign, compared with the names."""
     first: Callable[[], Any] | None = None
-    """What the hosts do before a single collective where not all of them have the same `number`."""
+    """What the hosts do where not all of them have the same `number`."""
     is_patient: bool = False
     """It begins once every rank has come to it, however long that takes."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A turn in the queue."""
+class _Turn:
+    """Collectives in the queue, one after the other."""
 
-    turn: Turn
-    works: Sequence[RankWork]
-    """Of its collectives."""
+    meeting: Meeting
+    names: Sequence[str]
+    left: deque[tuple[RankWork, Collective]]
+    """Those that have not been begun: the tensors of the others are whose they were."""
 
 
 class Issuer:
@@ -170,27 +167,32 @@ class Issuer:
         self._begun = 0
         """How many collectives, counting the one under way."""
         self._error: InfinityError | None = None
-        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
         self._waiting: dict[RankWork, None] = {}
         self._lock = threading.Lock()
         self._watch = Watch(store, rank=rank, world_size=world_size, timeout_s=timeout_s, on_loss=self.lose)
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
 
-    def ask(self, turn: Turn) -> list[RankWork]:
-        """Put a turn into the queue. Raises what a rank was lost with."""
-        limit_s = None if turn.is_patient else longest_wait_s(self._timeout_s)
-        works = [RankWork(collective.name, limit_s) for collective in turn.collectives]
+    def ask(self, collectives: Sequence[Collective], meeting: Meeting) -> list[RankWork]:
+        """Put a turn into the queue. Raises what a rank was lost with.
+
+        The hosts meet before its first collective, and do not wait for each other again. A device that comes early to one of the others waits
+        there for the slowest rank's, and computes the slower meanwhile: so what they come `after` is over soon on every rank.
+        """
+        limit_s = None if meeting.is_patient else longest_wait_s(self._timeout_s)
+        works = [RankWork(collective.name, limit_s) for collective in collectives]
         with self._lock:
             if self._error is not None:
                 raise self._error
             self._waiting.update(dict.fromkeys(works))
-        self._asked.put(_Asked(turn, works))
+        names = [collective.name for collective in collectives]
+        self._turns.put(_Turn(meeting, names, deque(zip(works, collectives, strict=True))))
         return works
 
     def close(self) -> bool:
         """Do what was asked for first, unless a rank is lost. True when it has been done to its end."""
-        self._asked.put(None)
+        self._turns.put(None)
         self._thread.join(0 if self._error is not None else self._timeout_s)
         is_over = not self._thread.is_alive() and self._drain()
         self._watch.close()  # after the device, which may hang where a rank is lost now
@@ -212,18 +214,18 @@ class Issuer:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            while (asked := self._next()) is not None:
-                self._take_turn(asked)
-                del asked  # the tensors are whose they were
+            while (turn := self._next()) is not None:
+                self._take_turn(turn)
+                del turn  # the tensors that are left of it, where a rank was lost, are whose they were
         except BaseException as error:
             self.lose(MoverError(f"the thread of collectives died on rank {self._rank}: {type(error).__name__}: {error}"))
             raise
 
-    def _next(self) -> _Asked | None:
+    def _next(self) -> _Turn | None:
         """What was asked for next. Meanwhile a device that hangs is found: nobody else would say so."""
         while True:
             try:
-                return self._asked.get(timeout=_LOOK_EVERY_S if self._motions is not None else None)
+                return self._turns.get(timeout=_LOOK_EVERY_S if self._motions is not None else None)
             except queue.Empty:
                 self._check_device()
 
@@ -233,37 +235,39 @@ class Issuer:
             oldest = next(iter(self._waiting), None)
         limit_s = COLLECTIVE * self._timeout_s
         if oldest is not None and time.monotonic() - oldest.begun_at > limit_s:
-            self.lose(RankError(f"{oldest.name} was begun on all ranks, and was not over on the device of rank {self._rank} within {limit_s:g} s"))
+            self.lose(RankError(f"all ranks have come to {oldest.name}, which was not over on the device of rank {self._rank} within {limit_s:g} s"))
 
-    def _take_turn(self, asked: _Asked) -> None:
-        for place, work in enumerate(asked.works):
-            if work.has_failed():  # a rank was lost before
+    def _take_turn(self, turn: _Turn) -> None:
+        agree: Callable[[], Any] = partial(self._agree, turn)
+        while turn.left:
+            work, collective = turn.left.popleft()
+            if work.has_failed():  # a rank was lost before, and all the others have failed too
                 return
-            outcome = self._do(asked.turn, place, work)
+            outcome = self._do(work, collective, agree, is_patient=turn.meeting.is_patient)
             if isinstance(outcome, InfinityError):
                 self.lose(outcome)
                 return
             work.begin(outcome)
             self._forget_completed()
+            agree = _nothing_more
 
     def _forget_completed(self) -> None:
         with self._lock:
             while self._waiting and (oldest := next(iter(self._waiting))).is_completed():
                 del self._waiting[oldest]
 
-    def _do(self, turn: Turn, place: int, work: RankWork) -> Motion | InfinityError | None:
+    def _do(self, work: RankWork, collective: Collective, agree: Callable[[], Any], *, is_patient: bool) -> Motion | InfinityError | None:
         """One collective, to its end or up to where the device has it. What goes wrong beside it, in what it waits for or leads to, is this
         rank's own error, and the others' loss."""
-        collective, began = turn.collectives[place], time.monotonic()
+        began = time.monotonic()
         self._begun += 1
         self._watch.tell(self._begun, collective.name)
-        agree = partial(self._agree, turn) if place == 0 else _nothing_more
         try:
             motion = None
             if collective.tensor.is_cuda:
                 motion = self._queue(collective, agree)
             else:
-                self._perform(collective, agree, is_patient=turn.is_patient)
+                self._perform(collective, agree, is_patient=is_patient)
         except InfinityError as error:
             return error
         except Exception as error:
@@ -290,11 +294,11 @@ class Issuer:
         holds = (collective.tensor,) if collective.is_held else ()
         return self._motions.run(Lane.COMM, collective.name, collective.tensor.nbytes, lambda: collective.operation(told), holds)
 
-    def _agree(self, turn: Turn) -> Any:
+    def _agree(self, turn: _Turn) -> Any:
         """What the ranks have come to is the same on all; then what they tell each other."""
-        names = [collective.name for collective in turn.collectives]
-        is_same = self._compare(names, turn.number, turn.among)
-        return None if is_same or turn.first is None else turn.first()
+        meeting = turn.meeting
+        is_same = self._compare(turn.names, meeting.number, meeting.among)
+        return None if is_same or meeting.first is None else meeting.first()
 
     def _meet(self) -> None:
         """Wait until every rank has come to this collective, or one is lost."""
@@ -324,7 +328,7 @@ class Issuer:
         if failed:
             raise RankError(failed[0])
         place, names = next((place, names) for place, names in enumerate(zip_longest(*turns)) if len(set(names)) > 1)
-        told = "; ".join(f"{repr(name) if name else 'nothing yet'} on {named_ranks(names, name, ranks)}" for name in distinct(names))
+        told = "; ".join(f"{repr(name) if name else 'nothing more at once'} on {named_ranks(names, name, ranks)}" for name in distinct(names))
         raise TraceError(
             f"the ranks took different ways through the model, and nothing more is updated. Collective number {self._begun + place} is {told}. "
             "Let every rank call the same modules, and engine.gathered, in the same order. Modules that only some batches use, such as experts, "

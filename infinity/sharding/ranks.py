@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, InfinityError, RankError
 from infinity.sharding.groups import ALONE_HERE, Groups, all_gather, join_groups, reduce_scatter, tell
-from infinity.sharding.issuer import Collective, Issuer, Turn, distinct, named_ranks
+from infinity.sharding.issuer import Collective, Issuer, Meeting, distinct, named_ranks
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import FAILED
 from infinity.storage.stream_work import stream_work
@@ -80,7 +81,7 @@ class Ranks:
         if self.shard_size == 1 or self._issuer is None:
             return [join(after) for _, _, after in asked]
         gathers = [Collective(f"gather of {name}", full, partial(self._gather, full), after, is_held=True) for full, name, after in asked]
-        return list(self._issuer.ask(Turn(gathers, self._shards)))
+        return list(self._issuer.ask(gathers, Meeting(self._shards)))
 
     def reduce(self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced) -> Work:
         """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [shard_size x n], and who of `count` members
@@ -97,7 +98,7 @@ class Ranks:
             then(self._average(full), members if union is None else union)
 
         collective = Collective(f"reduce of {name}", full, mean, [stream_work(full.device)])
-        return self._ask(collective, number=hash(members), first=partial(self._union, members, count))
+        return self._ask(collective, Meeting(self._group, _digest(members), partial(self._union, members, count)))
 
     def average(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
         """The same where all ranks know already who has a part in it, once `after` is over: the mean is in this rank's shard of `full`."""
@@ -197,7 +198,8 @@ class Ranks:
         if self._issuer is None:
             return [value]
         values: list[T] = []
-        self._ask(Collective(f"comparison of {name}", _NOTHING, lambda _: values.extend(tell(self._group, value))), is_patient=is_patient).wait()
+        collective = Collective(f"comparison of {name}", _NOTHING, lambda _: values.extend(tell(self._group, value)))
+        self._ask(collective, Meeting(self._group, is_patient=is_patient)).wait()
         return values
 
     def _cells(self, mine: Tensor, name: str) -> Tensor:
@@ -214,11 +216,11 @@ class Ranks:
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)
         return frozenset(mask.nonzero().flatten().tolist())
 
-    def _ask(self, collective: Collective, *, number: int = 0, first: Callable[[], object] | None = None, is_patient: bool = False) -> Work:
-        """Of all ranks."""
+    def _ask(self, collective: Collective, meeting: Meeting | None = None) -> Work:
+        """Of all ranks, if nothing else is said."""
         if self._issuer is None:
             return COMPLETED
-        return self._issuer.ask(Turn([collective], self._group, number, first, is_patient))[0]
+        return self._issuer.ask([collective], meeting or Meeting(self._group))[0]
 
 
 def join_ranks(device: str, *, timeout_s: float, timeline: Timeline, shard_group: int | None = None) -> Ranks:
@@ -230,6 +232,11 @@ def join_ranks(device: str, *, timeout_s: float, timeline: Timeline, shard_group
 
 ALONE = Ranks(timeout_s=0.0, timeline=Timeline())
 """A process without others."""
+
+
+def _digest(members: frozenset[int]) -> int:
+    """64 bits with a sign, the same in every process; of Python's own hashes of small sets some are equal."""
+    return int.from_bytes(blake2b(repr(sorted(members)).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _slice(run: Interval) -> slice:

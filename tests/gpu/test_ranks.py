@@ -14,7 +14,7 @@ import infinity
 from infinity.errors import CapacityError, InfinityError, RankError
 from infinity.kinds import Group, Lane, Tier
 from infinity.sharding.groups import Groups, Here, all_gather
-from infinity.sharding.issuer import Collective, Issuer, Turn
+from infinity.sharding.issuer import Collective, Issuer, Meeting
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.stages import STAGES
 from infinity.storage.stream_work import stream_work
@@ -214,11 +214,12 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     all_gather(own, full, group=group)  # connects; what is loaded at its first use waits for the device too
     torch.add(own, 1).mean()
     issuer = Issuer(dist.HashStore(), rank=0, world_size=1, timeout_s=10.0, timeline=Timeline(), device=device, abort=groups.abort)
+    assert issuer._motions.stream(Lane.COMM).priority < torch.cuda.current_stream().priority, "before compute"
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     torch.add(full, 3, out=full)
     collective = Collective("gather", own, lambda _: all_gather(own, full, group=group), [stream_work(device)], is_held=True)
-    (gather,) = issuer.ask(Turn([collective], group))
+    (gather,) = issuer.ask([collective], Meeting(group))
     gather.sync_current_stream()
     was_early = gather.is_completed()
     gathered = own.mean()  # queued behind it
@@ -228,7 +229,7 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     else:
         assert issuer.close()
     try:
-        issuer.ask(Turn([Collective("another", own, lambda _: None)], group))
+        issuer.ask([Collective("another", own, lambda _: None)], Meeting(group))
         error = ""
     except InfinityError as told:
         error = str(told)

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError, MoverError, TraceError
 from infinity.kinds import Lane
+from infinity.optim.promise import Promise
 from infinity.sharding.groups import leave_world
 from infinity.sharding.issuer import BETWEEN, Issuer
-from infinity.sharding.ranks import Ranks, join_ranks
+from infinity.sharding.ranks import Ranks, _digest, join_ranks
 from infinity.storage.work import COMPLETED
 from infinity.timeline import Timeline
 from tests.ranks import TIMEOUT_S, job, run_ranks
@@ -113,23 +114,60 @@ def test_hosts_compare_a_turn_of_collectives_once_and_unite_only_what_differs():
 
 
 def gather_in_turns(rank, world_size, turns):
-    ranks = ranks_of()
+    """What every work of a turn ends with."""
+    ranks, told = ranks_of(), []
     ranks.gather(torch.zeros(world_size), "first").wait(30)
-    ranks.gather_each([(torch.zeros(world_size), name, ()) for name in turns[rank]])[0].wait(30)
+    for work in ranks.gather_each([(torch.zeros(world_size), name, ()) for name in turns[rank]]):
+        with pytest.raises(TraceError) as raised:
+            work.wait(30)
+        told.append(str(raised.value))
+    return told
 
 
 @pytest.mark.parametrize(
     ("turns", "told"),
     [
         (("abc", "axc"), "3 is 'gather of b' on rank 0; 'gather of x' on rank 1. "),
-        (("ab", "a"), "3 is 'gather of b' on rank 0; nothing yet on rank 1. "),
+        (("ab", "a"), "3 is 'gather of b' on rank 0; nothing more at once on rank 1. "),
         (("xab", "yac"), "2 is 'gather of x' on rank 0; 'gather of y' on rank 1. "),
     ],
 )
 def test_the_first_collective_of_a_turn_that_differs_is_named_on_all_ranks(turns, told):
-    with job(gather_in_turns, 2, turns) as running:
-        errors = [running.outcome(rank).error for rank in range(2)]
-    assert all(error.startswith("TraceError: the ranks took different ways") and f"Collective number {told}" in error for error in errors)
+    found = run_ranks(gather_in_turns, 2, turns)
+    assert [len(errors) for errors in found] == [len(names) for names in turns]
+    (error,) = {error for errors in found for error in errors}
+    assert error.startswith("the ranks took different ways") and f"Collective number {told}" in error
+
+
+def fail_in_a_turn(rank, world_size):
+    """What the works of a turn end with in whose second collective rank 1 fails."""
+    ranks, told = ranks_of(), []
+    broken = Promise("a read", 30.0)
+    if rank == 1:
+        broken.fail(MoverError("the disk is gone"))
+    else:
+        broken.keep()
+    works = ranks.gather_each([(torch.zeros(world_size), name, [broken] if name == "b" else ()) for name in "abc"])
+    for work in works:
+        try:
+            work.wait(30)
+            told.append("")
+        except InfinityError as error:
+            told.append(str(error))
+    ranks.close()
+    return told
+
+
+def test_what_is_left_of_a_turn_ends_with_the_rank_that_fails_in_it():
+    for told in run_ranks(fail_in_a_turn, 2):
+        assert told[0] == "" and all("the disk is gone" in error for error in told[1:]) and len(told) == 3
+
+
+def test_the_same_sets_have_the_same_digest_and_others_another():
+    assert hash(frozenset({133, 1377})) == hash(frozenset({230, 1346})), "of Python's own"
+    sets = [frozenset(range(n)) for n in range(40)] + [frozenset({133, 1377}), frozenset({230, 1346}), frozenset({12, 3}), frozenset({1, 23})]
+    assert len({_digest(members) for members in sets}) == len(sets)
+    assert _digest(frozenset([5, 1, 3])) == _digest(frozenset([3, 5, 1]))
 
 
 def replicate(rank, world_size):
