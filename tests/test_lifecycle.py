@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
 import signal
+import weakref
 
 import pytest
 import torch
@@ -300,6 +302,16 @@ def test_what_a_publish_leaves_is_json_and_safetensors(tmp_path):
         else:
             with safe_open(tmp_path / name, "pt") as opened:
                 assert list(opened.keys())
+
+
+def test_of_a_closed_engine_that_nobody_holds_nothing_is_left(tmp_path):
+    with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path))) as engine:
+        step(engine, 2)
+    parts = engine._parts
+    left = [weakref.ref(part) for part in (engine, engine.model, parts.scheduler, parts.pipeline, parts.grads, parts.store, parts.ranks)]
+    del engine, parts
+    gc.collect()
+    assert [part() for part in left] == [None] * len(left)
 
 
 def test_a_step_with_a_closure_leaves_no_old_values_ahead(tmp_path):

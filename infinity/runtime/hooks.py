@@ -67,6 +67,7 @@ class Hooks:
         """Backward passes that have begun and not ended, since gradients were last given up. One that breaks off never ends, and may leave some."""
         self._has_warned = self._is_detached = False
         self._handles: list[Any] = StateDicts(model, self._live, gather_limit_bytes).attach()
+        self._grad_handles: list[Any] = []
         self._live.take_over()
         self._hook_modules()
         self._hook_grads()
@@ -110,7 +111,7 @@ class Hooks:
             for seat in unit.seats:
                 if seat.trainable:
                     handle = seat.param.register_post_accumulate_grad_hook(self._on_grad(unit, seat))  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
+                    self._grad_handles.append(handle)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -350,15 +351,22 @@ class Hooks:
         return zero_grad
 
     def close(self) -> None:
-        """The engine ends in the middle of whatever it is: nothing is live any more. The hooks stay, and refuse."""
+        """The engine ends in the middle of whatever it is: nothing is live any more. The modules' hooks stay, and refuse."""
+        self._unhook_grads()
         while self._calls:
             self._calls.pop().close()
         self._armed.clear()
         self._live.close()
 
+    def _unhook_grads(self) -> None:
+        """Autograd holds these hooks, and with them the model: a circle that Python's collector does not see, and would never free."""
+        for handle in self._grad_handles:
+            handle.remove()
+
     def detach(self, device: torch.device | str = "cpu") -> nn.Module:
         """Take every hook off and leave a plain module with real values, parameters and buffers, on `device`. They must fit there."""
         self.reset()
+        self._unhook_grads()
         for handle in self._handles:
             handle.remove()
         self._is_detached = True

@@ -195,6 +195,8 @@ class Issuer:
         self._turns.put(None)
         self._thread.join(0 if self._error is not None else self._timeout_s)
         is_over = not self._thread.is_alive() and self._drain()
+        if is_over:
+            self._abort = _nothing_more  # it holds on to the process groups
         self._watch.close()  # after the device, which may hang where a rank is lost now
         self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
         return is_over

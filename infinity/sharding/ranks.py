@@ -168,9 +168,13 @@ class Ranks:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """What was asked for is done first, unless a rank is lost. The program's own process group stays."""
+        """What was asked for is done first, unless a rank is lost. The program's own process group stays.
+
+        gloo's threads end with the last reference to their group. One that still lets go of a tensor when Python ends would abort the process.
+        """
         if self._groups is not None and self._issuer is not None and self._issuer.close():
             self._groups.close()
+            self._groups = self._group = self._shards = self._replicas = None
 
     def give_up(self, error: InfinityError) -> None:
         """This rank cannot go on: the others end with what it ended with."""

@@ -338,6 +338,23 @@ def test_a_rank_that_lives_and_does_not_come_is_found_by_its_count():
         assert f"rank 1 is behind, at: {BETWEEN}" in outcome.error
 
 
+def count_threads(rank, world_size):
+    """Of this process, Python's and native ones: before, between, and after ranks that were closed and are still held."""
+    dist.barrier()  # the program's own group has its threads from here on
+    counts = [len(os.listdir("/proc/self/task"))]
+    ranks = ranks_of()
+    ranks.gather(torch.zeros(world_size), "u").wait(30)
+    counts.append(len(os.listdir("/proc/self/task")))
+    ranks.close()
+    counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+def test_no_thread_of_the_ranks_is_left_after_close():
+    for before, between, after in run_ranks(count_threads, 2):
+        assert before == after < between
+
+
 def leave_early(rank, world_size):
     ranks = ranks_of(timeout_s=TIMEOUT_S / 3)
     ranks.gather(torch.zeros(world_size), "only").wait()
