@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from infinity.device import choose_device
 from infinity.errors import ConfigError
@@ -27,6 +28,13 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None
 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Read when a group is made: 0 turns off that torch ends the process (torch.distributed's documentation)."""
+
+_HOLDS_INTERPRETER = TorchVersion(torch.__version__) < (2, 8)
+"""Older torch ends a group's threads, at its last reference, with Python's interpreter locked: one that wants it then, to let go of a tensor,
+hangs for ever (pytorch pull request 154976)."""
+
+_kept: list[Groups] = []
+"""Closed ones, to the end of the process, with such a torch."""
 
 _FIRST_BYTES = 1 << 20
 """Of each rank in the first collectives."""
@@ -75,7 +83,12 @@ class Groups:
             backends[0]._group_end()
 
     def close(self) -> None:
-        """Nothing is queued any more. Communicators are aborted too: to destroy one waits for its other ranks, without a limit."""
+        """Nothing is queued any more. Communicators are aborted too: to destroy one waits for its other ranks, without a limit.
+
+        gloo's threads end with the last reference to their group, where torch can end them.
+        """
+        if _HOLDS_INTERPRETER:
+            _kept.append(self)
         self.abort()
         for group in dict.fromkeys((self.shards, self.replicas, self.everyone)):  # in the same order everywhere
             if group is not None:

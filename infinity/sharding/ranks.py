@@ -170,7 +170,7 @@ class Ranks:
     def close(self) -> None:
         """What was asked for is done first, unless a rank is lost. The program's own process group stays.
 
-        gloo's threads end with the last reference to their group. One that still lets go of a tensor when Python ends would abort the process.
+        The groups go, and their threads with them: one that still lets go of a tensor when Python ends would abort the process.
         """
         if self._groups is not None and self._issuer is not None and self._issuer.close():
             self._groups.close()

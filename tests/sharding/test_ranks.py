@@ -13,7 +13,7 @@ import torch.distributed as dist
 from infinity.errors import ConfigError, InfinityError, MoverError, TraceError
 from infinity.kinds import Lane
 from infinity.optim.promise import Promise
-from infinity.sharding.groups import leave_world
+from infinity.sharding.groups import _HOLDS_INTERPRETER, leave_world
 from infinity.sharding.issuer import BETWEEN, Issuer
 from infinity.sharding.ranks import Ranks, _digest, join_ranks
 from infinity.storage.work import COMPLETED
@@ -352,7 +352,8 @@ def count_threads(rank, world_size):
 
 def test_no_thread_of_the_ranks_is_left_after_close():
     for before, between, after in run_ranks(count_threads, 2):
-        assert before == after < between
+        assert before < between
+        assert before == after or _HOLDS_INTERPRETER and after < between
 
 
 def leave_early(rank, world_size):
