@@ -29,7 +29,7 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Read when a group is made: 0 turns off that torch ends the process (torch.distributed's documentation)."""
 
-_HOLDS_INTERPRETER = TorchVersion(torch.__version__) < (2, 8)
+_HOLDS_INTERPRETER = TorchVersion(torch.__version__) < "2.8"
 """Older torch ends a group's threads, at its last reference, with Python's interpreter locked: one that wants it then, to let go of a tensor,
 hangs for ever (pytorch pull request 154976)."""
 
