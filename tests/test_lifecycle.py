@@ -16,6 +16,7 @@ from models import batches, tiny_gpt
 
 import infinity
 from infinity.errors import ClosedError, ConfigError, LockError, TraceError
+from infinity.runtime.parameter import _Grad
 
 
 def close_after(config, steps=1):
@@ -184,6 +185,9 @@ def test_a_skipped_step_changes_nothing(tmp_path, dtype):
 def test_use_after_close_is_refused_in_words(tmp_path):
     engine = infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path)))
     engine.model(batches(1)[0]).backward()
+    loss = engine.model(batches(1)[0])
+    with engine.gathered():
+        penalty = sum(param.sum() for param in engine.model.parameters())
     engine.close()
     engine.close()
     uses = [
@@ -196,10 +200,14 @@ def test_use_after_close_is_refused_in_words(tmp_path):
         lambda: engine.detach(),
         lambda: engine.optimizer.zero_grad(),
         lambda: engine.model.state_dict(),
+        lambda: loss.backward(),
+        lambda: penalty.backward(),
     ]
     for use in uses:
         with pytest.raises(ClosedError, match="close"):
             use()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert all(_Grad.__get__(param) is None for param in engine.model.parameters())
     assert not (tmp_path / "x").exists()
 
 

@@ -23,7 +23,7 @@ from infinity.runtime.attach import AttachedUnit
 from infinity.runtime.calls import Call, Site, running_calls, sites_of
 from infinity.runtime.gather import StateDicts, gathered, refuse_moves
 from infinity.runtime.live import LiveUnits, graph_task
-from infinity.runtime.parameter import Seat
+from infinity.runtime.parameter import Seat, refuse_grad
 from infinity.runtime.residency import Residency
 from infinity.runtime.saved import Hook, SavedTensors, can_chain, is_checkpoints, is_ours, top_hooks
 from infinity.runtime.tensors import tensors_in
@@ -107,11 +107,12 @@ class Hooks:
         return before, after
 
     def _hook_grads(self) -> None:
-        for unit in self._live.units:
-            for seat in unit.seats:
-                if seat.trainable:
-                    handle = seat.param.register_post_accumulate_grad_hook(self._on_grad(unit, seat))  # type: ignore[no-untyped-call]
-                    self._grad_handles.append(handle)
+        for unit, seat in self._trained():
+            handle = seat.param.register_post_accumulate_grad_hook(self._on_grad(unit, seat))  # type: ignore[no-untyped-call]
+            self._grad_handles.append(handle)
+
+    def _trained(self) -> list[tuple[AttachedUnit, Seat]]:
+        return [(unit, seat) for unit in self._live.units for seat in unit.seats if seat.trainable]
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -353,6 +354,9 @@ class Hooks:
     def close(self) -> None:
         """The engine ends in the middle of whatever it is: nothing is live any more. The modules' hooks stay, and refuse."""
         self._unhook_grads()
+        if not self._is_detached:
+            for _, seat in self._trained():
+                seat.param.register_post_accumulate_grad_hook(refuse_grad)  # type: ignore[no-untyped-call]
         while self._calls:
             self._calls.pop().close()
         self._armed.clear()

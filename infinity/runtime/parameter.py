@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from infinity.errors import TraceError
+from infinity.errors import ClosedError, TraceError
 from infinity.sharding.layout import FlatLayout, Slot
 
 WakeUp = Callable[[list["Seat"], str], None]
@@ -53,6 +53,13 @@ class Seat:
             grad = _Grad.__get__(self.param)
             _Grad.__set__(self.param, None)
         return grad
+
+
+def refuse_grad(param: Tensor) -> None:
+    """For autograd to call once a gradient is on the parameter of a closed engine, of which this function holds nothing. Raises ClosedError."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _Grad.__set__(param, None)
+    raise ClosedError("a gradient has come after the engine was closed: call infinity.initialize again")
 
 
 def placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -37,6 +37,9 @@ PATIENCE = 1.25
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
 """Between two looks at who has come."""
 
+_LAST_WORDS_S = 1.0
+"""For the thread to end after an error, where no device can have hung: it has come to an end unless it waits in a collective."""
+
 _LOOK_EVERY_S = 1.0
 """At what the device has, while nothing is asked for."""
 
@@ -193,7 +196,8 @@ class Issuer:
     def close(self) -> bool:
         """Do what was asked for first, unless a rank is lost. True when it has been done to its end."""
         self._turns.put(None)
-        self._thread.join(0 if self._error is not None else self._timeout_s)
+        has_failed = self._error is not None
+        self._thread.join(_LAST_WORDS_S if has_failed and self._motions is None else 0 if has_failed else self._timeout_s)
         is_over = not self._thread.is_alive() and self._drain()
         if is_over:
             self._abort = _nothing_more  # it holds on to the process groups

@@ -173,8 +173,10 @@ class Ranks:
         The groups go, and their threads with them: one that still lets go of a tensor when Python ends would abort the process.
         """
         if self._groups is not None and self._issuer is not None and self._issuer.close():
-            self._groups.close()
-            self._groups = self._group = self._shards = self._replicas = None
+            try:
+                self._groups.close()
+            finally:
+                self._groups = self._group = self._shards = self._replicas = None
 
     def give_up(self, error: InfinityError) -> None:
         """This rank cannot go on: the others end with what it ended with."""
