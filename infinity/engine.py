@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +26,7 @@ from infinity.optim.optimizer import TieredAdamW
 from infinity.planner.plan import Plan
 from infinity.preparation import Model, ParamGroups, preview
 from infinity.run_state import RunState, Stateful
+from infinity.sharding.ranks import Ranks
 from infinity.storage.work import COMPLETED, Work
 from infinity.timeline import Timeline
 
@@ -69,6 +72,7 @@ class Engine:
         self._home = Home()
         self._is_published = bool(parts.config.nvme.paths) and parts.config.store.resume != "never"
         self._reminder = weakref.finalize(self, _remind, parts.config.store.run, self._home, self._is_published)
+        self._at_exit = atexit.register(partial(_leave, parts.ranks, self._home))
         self._taken_before = 0
         parts.optimizer.register_step_pre_hook(self._before_step)
         parts.optimizer.register_step_post_hook(self._after_step)
@@ -234,6 +238,7 @@ class Engine:
             return
         self._closed = True
         self._reminder.detach()
+        atexit.unregister(self._at_exit)
         try:
             if (self._is_published if publish is None else publish) and self._parts.pipeline.is_sound:
                 self._parts.scheduler.invalidate()
@@ -297,6 +302,12 @@ def _remind(run: str, home: Home, is_published: bool) -> None:
     if home.is_here():
         lost = ": its last steps are not published" if is_published else ""
         logger.warning("the engine of run %r was never closed%s. Use it under `with`, or call close()", run, lost)
+
+
+def _leave(ranks: Ranks, home: Home) -> None:
+    """The interpreter ends, and close() was never called: threads that the ranks' groups still have would abort the process."""
+    if home.is_here():
+        ranks.close()
 
 
 def plan(model: Model, config: Source) -> Plan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +79,20 @@ def run_ranks(function, world_size, *args, within_s=120.0):
     for rank, outcome in enumerate(outcomes):
         assert outcome is not None and not outcome.error, f"rank {rank}: {outcome and outcome.error}"
     return [outcome.value for outcome in outcomes]
+
+
+@contextmanager
+def torchrun(folder, *program):
+    """A program as a user starts it on two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
 
 
 def _main(function, rank, world_size, port, timeout_s, pipe, args):

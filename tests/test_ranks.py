@@ -28,7 +28,7 @@ from infinity.runtime.fetches import Fetch
 from infinity.runtime.scheduler import Scheduler
 from infinity.sharding.issuer import Issuer, RankWork
 from infinity.sharding.stages import STAGES, state_bytes
-from tests.ranks import TIMEOUT_S, job, run_ranks
+from tests.ranks import TIMEOUT_S, job, run_ranks, torchrun
 
 PLACEMENTS = {
     "cpu": {"param": "cpu", "grad": "cpu", "optimizer": "cpu"},
@@ -837,3 +837,28 @@ def end_early(rank, world_size, folder):
 
 def test_a_rank_that_ends_earlier_than_the_others_is_not_lost(tmp_path):
     assert run_ranks(end_early, 2, tmp_path) == [[], []]
+
+
+NEVER_CLOSED = """
+import sys
+
+import torch
+from models import tiny_gpt
+
+import infinity
+
+engine = infinity.initialize(tiny_gpt(), {"device": sys.argv[1], "budgets": {"cpu": "64MiB"}, "store": {"resume": "never"}})
+for _ in range(2):
+    engine.model(torch.zeros(2, 8, dtype=torch.long, device=engine.device)).backward()
+    engine.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_program_that_never_closes_is_told_so_and_ends_well(tmp_path, device):
+    """With its groups' threads in the way, Python's end would abort the process."""
+    (tmp_path / "program.py").write_text(NEVER_CLOSED)
+    with torchrun(tmp_path, "program.py", device) as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert errors.count("was never closed. Use it under `with`, or call close()") == 2

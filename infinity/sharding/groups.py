@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -33,8 +33,8 @@ _HOLDS_INTERPRETER = TorchVersion(torch.__version__) < "2.8"
 """Older torch ends a group's threads, at its last reference, with Python's interpreter locked: one that wants it then, to let go of a tensor,
 hangs for ever (pytorch pull request 154976)."""
 
-_kept: list[Groups] = []
-"""Closed ones, to the end of the process, with such a torch."""
+_kept: list[Any] = []
+"""Groups that were ended, to the end of the process, with such a torch."""
 
 _FIRST_BYTES = 1 << 20
 """Of each rank in the first collectives."""
@@ -83,16 +83,9 @@ class Groups:
             backends[0]._group_end()
 
     def close(self) -> None:
-        """Nothing is queued any more. Communicators are aborted too: to destroy one waits for its other ranks, without a limit.
-
-        gloo's threads end with the last reference to their group, where torch can end them.
-        """
-        if _HOLDS_INTERPRETER:
-            _kept.append(self)
+        """Nothing is queued any more. Communicators are aborted too: to destroy one waits for its other ranks, without a limit."""
         self.abort()
-        for group in dict.fromkeys((self.shards, self.replicas, self.everyone)):  # in the same order everywhere
-            if group is not None:
-                dist.destroy_process_group(group)
+        _end(group for group in dict.fromkeys((self.shards, self.replicas, self.everyone)) if group is not None)  # in the same order everywhere
 
 
 def planned_here() -> Here:
@@ -137,8 +130,12 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
     size = shard_size(world_size, shard_group)
     limit = timedelta(seconds=COLLECTIVE * timeout_s)
     everyone = dist.new_group(backend="gloo", timeout=limit)
-    here = _meet(everyone, size)
-    own, backend, on_card = _choose_devices(everyone, device, here)
+    try:
+        here = _meet(everyone, size)
+        own, backend, on_card = _choose_devices(everyone, device, here)
+    except BaseException:
+        _end([everyone])
+        raise
     if own.type == "cuda":
         torch.cuda.set_device(own)  # of the program's thread: "cuda" is this one from here on
     if size == world_size and backend == "gloo":
@@ -226,6 +223,15 @@ def _without_watchdog() -> Iterator[None]:
         os.environ.pop(_WATCHDOG)
         if before is not None:
             os.environ[_WATCHDOG] = before
+
+
+def _end(groups: Iterable[Any]) -> None:
+    """gloo's threads end with the last reference to their group, where torch can end them."""
+    for group in groups:
+        if _HOLDS_INTERPRETER:
+            _kept.append(group)
+        with suppress(ValueError):  # the program has destroyed its own, and torch all others with it
+            dist.destroy_process_group(group)
 
 
 def _connect(groups: Groups) -> None:

@@ -196,8 +196,10 @@ class Issuer:
     def close(self) -> bool:
         """Do what was asked for first, unless a rank is lost. True when it has been done to its end."""
         self._turns.put(None)
-        has_failed = self._error is not None
-        self._thread.join(_LAST_WORDS_S if has_failed and self._motions is None else 0 if has_failed else self._timeout_s)
+        if self._error is None:
+            self._thread.join(self._timeout_s)
+        elif self._motions is None:
+            self._thread.join(_LAST_WORDS_S)
         is_over = not self._thread.is_alive() and self._drain()
         if is_over:
             self._abort = _nothing_more  # it holds on to the process groups

@@ -6,10 +6,8 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ import infinity
 from infinity.cli.main import app
 from infinity.config import load_config
 from infinity.kinds import Lane, Tier
-from tests.ranks import job, run_ranks
+from tests.ranks import job, run_ranks, torchrun
 
 STEPS = 3
 UNITS = 4
@@ -230,20 +228,6 @@ def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step_and_the_command_
     assert f"stopped at step {step} of 100000" in first[1]
     onward = run_ranks(command, 2, folder, "--set", f"train.steps={step + 1}")
     assert [code for code, *_ in onward] == [0, 0] and f"going on from step {step} of {step + 1}" in onward[0][1]
-
-
-@contextmanager
-def torchrun(folder, *program):
-    """A program as a user starts it on two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
 
 
 def test_ctrl_c_on_torchrun_stops_all_ranks_with_one_checkpoint(folder):

@@ -201,13 +201,15 @@ def test_a_group_that_does_not_divide_the_ranks_is_refused():
 
 
 def divide_differently(rank, world_size):
-    join_ranks("cpu", timeout_s=30.0, timeline=Timeline(), shard_group=1 + rank)
+    """The error, and how many process groups are left beside the program's own."""
+    with pytest.raises(ConfigError) as refused:
+        join_ranks("cpu", timeout_s=30.0, timeline=Timeline(), shard_group=1 + rank)
+    return str(refused.value), len(dist.distributed_c10d._world.pg_map) - 1
 
 
-def test_groups_that_differ_are_named_on_all_ranks():
-    with job(divide_differently, 2) as running:
-        told = {running.outcome(rank).error for rank in range(2)}
-    assert told == {"ConfigError: zero.shard_group differs between ranks: 1 on rank 0, 2 on rank 1. Give every rank the same"}
+def test_groups_that_differ_are_named_on_all_ranks_and_none_is_left():
+    told = "zero.shard_group differs between ranks: 1 on rank 0, 2 on rank 1. Give every rank the same"
+    assert run_ranks(divide_differently, 2) == [(told, 0)] * 2
 
 
 def compare(rank, world_size):
@@ -355,6 +357,17 @@ def test_no_thread_of_the_ranks_is_left_after_close():
     for before, between, after in run_ranks(count_threads, 2):
         assert before < between
         assert before == after or _HOLDS_INTERPRETER and after < between
+
+
+def close_after_the_program(rank, world_size):
+    ranks = ranks_of()
+    ranks.gather(torch.zeros(world_size), "u").wait(30)
+    dist.destroy_process_group()
+    ranks.close()
+
+
+def test_ranks_close_also_when_the_program_has_destroyed_all_groups_before():
+    run_ranks(close_after_the_program, 2)
 
 
 def leave_early(rank, world_size):
