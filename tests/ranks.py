@@ -101,6 +101,7 @@ def _main(function, rank, world_size, port, timeout_s, pipe, args):
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timeout, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.barrier()  # a rank that ends at once must not leave others that are still connecting
     began = time.monotonic()
     try:
         outcome = Outcome(value=function(rank, world_size, *args))

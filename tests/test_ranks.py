@@ -202,7 +202,9 @@ def gathered_in(calls, units, folder):
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             engine.model(*call).backward()
-    return Counter(span.name for span in engine.timeline.spans() if span.lane is Lane.COMM and span.name.startswith("gather of "))
+    spans = engine.timeline.spans()
+    assert not any(span.lane is Lane.UPLOAD for span in spans), "it is gathered from where it rests"
+    return Counter(span.name for span in spans if span.lane is Lane.COMM and span.name.startswith("gather of "))
 
 
 def test_a_unit_within_reach_is_gathered_once_for_forward_and_backward(tmp_path):
@@ -210,6 +212,26 @@ def test_a_unit_within_reach_is_gathered_once_for_forward_and_backward(tmp_path)
         assert all(count >= 2 for count in none.values())
         assert sum(all_of_them.values()) < sum(some.values()) < sum(none.values())
         assert set(all_of_them.values()) == {1} and all_of_them.keys() == none.keys()
+
+
+def give_up_gathers(rank, world_size, folder):
+    """How many gathers from where a shard rests an interrupt has left, and how many of them are under way once that may be written."""
+    with infinity.initialize(tiny_gpt(layers=4), settings(folder, prefetch={"units": 32})) as engine:
+        engine.model(*calls_of(tiny_gpt, rank, world_size)[0])
+        scheduler = engine._parts.scheduler
+        scheduler.invalidate()
+        time.sleep(rank)
+        scheduler.warm()
+        left = list(scheduler._ascent._reading)
+        with scheduler._changed.lock:
+            for fetch in list(scheduler._fetches.values()):
+                scheduler._drop(fetch)
+        scheduler.invalidate()
+        return len(left), sum(not work.is_completed() for work in left)
+
+
+def test_an_update_waits_for_gathers_of_what_it_writes_also_where_nobody_wants_them_any_more(tmp_path):
+    assert run_ranks(give_up_gathers, 2, tmp_path) == [(5, 0)] * 2
 
 
 def meet(rank, world_size, folder, placement, read_by_rank_1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -14,6 +15,7 @@ from infinity.runtime.movers import Movers
 from infinity.runtime.resting import RestingUnit
 from infinity.runtime.room import Room
 from infinity.runtime.uploader import Uploader
+from infinity.sharding.ranks import Gather
 from infinity.storage.chunks import ChunkKey, as_bytes
 from infinity.storage.condition import Condition
 from infinity.storage.work import Work
@@ -35,6 +37,8 @@ class Ascent:
         what it died of.
         """
         self._movers, self._room, self._changed = movers, room, changed
+        self._reading: deque[Work] = deque()
+        """Gathers from where a shard rests, since what rests was last written."""
         self._uploader: Uploader | None = None
         if movers.staging is not None:
             self._uploader = Uploader(movers.store, movers.copies, movers.staging, deadline_s=deadline_s, on_death=on_death)
@@ -55,7 +59,10 @@ class Ascent:
             target = self._take(flat.layout.numel, flat.layout.dtype)
             fetch.borrowed.append(target)
             fetch.flats.append(target)
-            if flat.whole is not None:
+            if flat.is_in_reach:
+                parts.expect(1)
+                parts.started(self._movers.copies.turn(fetch.asked_at))
+            elif flat.whole is not None:
                 parts.expect(1)
                 parts.started(self._copy(fetch, flat.whole, target[flat.kept.start : flat.kept.stop]))
             else:
@@ -69,15 +76,26 @@ class Ascent:
 
     def gather(self, begun: Sequence[tuple[Fetch, RestingUnit]]) -> None:
         """Everybody's shards, once this rank's have come: some of them are started later, by the uploader. The ranks' hosts meet once for all."""
-        asked: list[tuple[Tensor, str, Sequence[Work]]] = []
+        asked: list[Gather] = []
         for fetch, resting in begun:
             assert fetch.shards is not None
-            asked += [(target, resting.layout.flat_name(f), [fetch.shards]) for f, target in enumerate(fetch.borrowed)]
-        works = iter(self._movers.ranks.gather_each(asked))
+            for f, (target, flat) in enumerate(zip(fetch.borrowed, resting.flats, strict=True)):
+                own = flat.whole if flat.is_in_reach else None
+                asked.append(Gather(target, resting.layout.flat_name(f), after=[fetch.shards], own=own))
+        works = self._movers.ranks.gather_each(asked)
+        self._reading += [work for gather, work in zip(asked, works, strict=True) if gather.own is not None]
+        left = iter(works)
         for fetch, _ in begun:
-            for work in islice(works, len(fetch.borrowed)):
+            for work in islice(left, len(fetch.borrowed)):
                 fetch.started(work)
             fetch.is_to_gather = False
+
+    def wait_for_reads(self, deadline_s: float) -> None:
+        """Nothing reads any more what rests on the compute device. Raises MoverError at the deadline."""
+        self._movers.copies.wait_for_uploads(deadline_s)
+        while self._reading:
+            self._reading[0].wait(deadline_s)
+            self._reading.popleft()
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._changed.lock:

@@ -28,6 +28,8 @@ class RestingFlat:
     """[len(kept)], where that rests as one tensor: it comes in one copy, or is used in place."""
     is_in_place: bool
     """The whole flat buffer rests on the compute device."""
+    is_in_reach: bool
+    """This rank's shard of it does, as one tensor: the ranks gather it from there."""
     chunks: Sequence[tuple[ChunkKey, Interval]]
     """Of what is kept, and where each lies in the full flat buffer."""
 
@@ -69,11 +71,13 @@ def resting_unit(unit: Unit, store: Store, device: torch.device, chunk_numel: in
 
 def _resting_flat(index: int, f: int, layout: FlatLayout, store: Store, device: torch.device, chunk_numel: int, share: Share) -> RestingFlat:
     whole = store.whole(index, f, Group.PARAM)
+    is_here, is_sharded = whole is not None and whole.device == device, share.is_sharded(Group.PARAM)
     chunks = [(ChunkKey(unit=index, flat=f, group=Group.PARAM, chunk=c), run) for c, run in share.chunks(layout, Group.PARAM, chunk_numel)]
     return RestingFlat(
         layout=layout,
         kept=share.run(layout, Group.PARAM),
         whole=None if whole is None else whole.view(layout.dtype),
-        is_in_place=whole is not None and whole.device == device and not share.is_sharded(Group.PARAM),
+        is_in_place=is_here and not is_sharded,
+        is_in_reach=is_here and is_sharded,
         chunks=chunks,
     )

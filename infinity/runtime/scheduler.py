@@ -212,7 +212,7 @@ class Scheduler:
             stale = [fetch for fetch in self._fetches.values() if not fetch.attached]
         for fetch in stale:
             fetch.join()
-        self._movers.copies.wait_for_uploads(self._deadline_s)  # of units long released too: the update writes what they read
+        self._ascent.wait_for_reads(self._deadline_s)  # of units long released too: the update writes what they read
         with self._changed.lock:
             for fetch in stale:
                 self._give_up(fetch)

@@ -122,8 +122,8 @@ class Collective:
     """Given what the hosts' meeting before it has found out, or None."""
     after: Sequence[Work] = ()
     """What has to be over on this rank first."""
-    is_held: bool = False
-    """The device may need the tensor when everybody else has let go of it."""
+    holds: Sequence[torch.Tensor] = ()
+    """What the device may need when everybody else has let go of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +299,7 @@ class Issuer:
             for motion in collective.after:
                 follow(motion)
         told = agree()
-        holds = (collective.tensor,) if collective.is_held else ()
-        return self._motions.run(Lane.COMM, collective.name, collective.tensor.nbytes, lambda: collective.operation(told), holds)
+        return self._motions.run(Lane.COMM, collective.name, collective.tensor.nbytes, lambda: collective.operation(told), collective.holds)
 
     def _agree(self, turn: _Turn) -> Any:
         """What the ranks have come to is the same on all; then what they tell each other."""

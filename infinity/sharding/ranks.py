@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -27,6 +28,19 @@ from infinity.timeline import Timeline
 
 _NOTHING = torch.empty(0)
 """What moves where values are only compared."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """An all-gather over the ranks that split a flat buffer."""
+
+    full: Tensor
+    """[shard_size x n]: everybody's shards, once it is over."""
+    name: str
+    after: Sequence[Work] = ()
+    """What has to be over on this rank first."""
+    own: Tensor | None = None
+    """[n]: where this rank's shard is, if not in its place in `full`. With one shard alone there is nothing to gather, and it stays there."""
+
 
 T = TypeVar("T")
 Reduced = Callable[[Tensor, frozenset[int]], None]
@@ -74,14 +88,13 @@ class Ranks:
 
     def gather(self, full: Tensor, name: str, *, after: Sequence[Work] = ()) -> Work:
         """All-gather in place: `full` [shard_size x n] holds this rank's shard once `after` is over, and everybody's once the work is."""
-        return self.gather_each([(full, name, after)])[0]
+        return self.gather_each([Gather(full, name, after)])[0]
 
-    def gather_each(self, asked: Sequence[tuple[Tensor, str, Sequence[Work]]]) -> list[Work]:
-        """Several in a row, of (full, name, after) each. The ranks' hosts talk to each other once."""
+    def gather_each(self, gathers: Sequence[Gather]) -> list[Work]:
+        """Several in a row. The ranks' hosts talk to each other once."""
         if self.shard_size == 1 or self._issuer is None:
-            return [join(after) for _, _, after in asked]
-        gathers = [Collective(f"gather of {name}", full, partial(self._gather, full), after, is_held=True) for full, name, after in asked]
-        return list(self._issuer.ask(gathers, Meeting(self._shards)))
+            return [join(gather.after) for gather in gathers]
+        return list(self._issuer.ask([self._gathering(gather) for gather in gathers], Meeting(self._shards)))
 
     def reduce(self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced) -> Work:
         """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [shard_size x n], and who of `count` members
@@ -185,8 +198,11 @@ class Ranks:
 
     # -- one collective ----------------------------------------------------------------------------------------------
 
-    def _gather(self, full: Tensor, _: None) -> None:
-        all_gather(full, full[_slice(self.shard(full.numel()))], group=self._shards)
+    def _gathering(self, gather: Gather) -> Collective:
+        full = gather.full
+        own = full[_slice(self.shard(full.numel()))] if gather.own is None else gather.own
+        operation = partial(all_gather, full, own, group=self._shards)
+        return Collective(f"gather of {gather.name}", full, lambda _: operation(), gather.after, holds=(full, own))
 
     def _average(self, full: Tensor) -> Tensor:
         """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""

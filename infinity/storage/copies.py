@@ -6,7 +6,8 @@ import torch
 
 from infinity.kinds import Lane
 from infinity.storage.motions import Motions
-from infinity.storage.work import COMPLETED, StreamedWork
+from infinity.storage.stream_work import StreamWork
+from infinity.storage.work import COMPLETED, StreamedWork, Work
 from infinity.timeline import Timeline
 
 
@@ -54,6 +55,15 @@ class Copies:
             return self._copy(Lane.DOWNLOAD, source, target, name)
         self._motions.stream(Lane.DOWNLOAD).wait_event(after or torch.cuda.current_stream(self.device).record_event())
         return self._motions.run(Lane.DOWNLOAD, name, target.nbytes, lambda: _to_host(source, target), (source, target))
+
+    def turn(self, after: torch.cuda.Event | None = None) -> Work:
+        """Over when an upload asked for now could begin: what is queued behind it may write a target of uploads as they do."""
+        stream = self.upload_stream
+        if stream is None:
+            return COMPLETED
+        if after is not None:
+            stream.wait_event(after)
+        return StreamWork(self.device, stream)
 
     def wait_for_uploads(self, timeout_s: float) -> None:
         """Every upload started so far is over: their sources may be written. Raises MoverError at the deadline."""

@@ -10,11 +10,12 @@ from infinity.storage.work import COMPLETED, Work
 
 
 class StreamWork:
-    """Over when everything queued on the current stream at construction has run."""
+    """Over when everything queued on a stream at construction has run."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """`stream`: the current one if left out."""
         self._device = device
-        self._event = torch.cuda.current_stream(device).record_event()
+        self._event = (stream or torch.cuda.current_stream(device)).record_event()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Raises MoverError past the deadline."""

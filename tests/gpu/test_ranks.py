@@ -218,7 +218,7 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     torch.add(full, 3, out=full)
-    collective = Collective("gather", own, lambda _: all_gather(own, full, group=group), [stream_work(device)], is_held=True)
+    collective = Collective("gather", own, lambda _: all_gather(own, full, group=group), [stream_work(device)], holds=(own, full))
     (gather,) = issuer.ask([collective], Meeting(group))
     gather.sync_current_stream()
     was_early = gather.is_completed()

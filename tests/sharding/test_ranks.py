@@ -15,7 +15,7 @@ from infinity.kinds import Lane
 from infinity.optim.promise import Promise
 from infinity.sharding.groups import _HOLDS_INTERPRETER, leave_world
 from infinity.sharding.issuer import BETWEEN, Issuer
-from infinity.sharding.ranks import Ranks, _digest, join_ranks
+from infinity.sharding.ranks import Gather, Ranks, _digest, join_ranks
 from infinity.storage.work import COMPLETED
 from infinity.timeline import Timeline
 from tests.ranks import TIMEOUT_S, job, run_ranks
@@ -50,7 +50,8 @@ def everything(rank, world_size):
     full = torch.full_like(values, -1)
     own = ranks.shard(full.numel())
     full[own.start : own.stop] = values[own.start : own.stop]
-    works = [ranks.gather(full, "u")]
+    elsewhere = torch.full_like(values, -1)
+    works = [ranks.gather(full, "u"), *ranks.gather_each([Gather(elsewhere, "v", own=values[own.start : own.stop].clone())])]
     grads = {dtype: (values * (rank + 1)).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
     reduced = {}
     for dtype, grad in grads.items():
@@ -61,7 +62,7 @@ def everything(rank, world_size):
         work.wait(30)
     found = {
         "told": {str(dtype): tensor.float().tolist() for dtype, tensor in told.items()},
-        "gathered": torch.equal(full, values),
+        "gathered": torch.equal(full, values) and torch.equal(elsewhere, values),
         "reduced": {dtype: own.tolist() for dtype, (own, _) in reduced.items()},
         "present": [present for _, present in reduced.values()],
         "total": ranks.total(0.1 * (rank + 1), "norm", is_sharded=True),
@@ -97,7 +98,7 @@ def count_what_hosts_say(rank, world_size):
     Ranks._union = lambda self, members, count: (said.append(sorted(members)), union(self, members, count))[1]
     ranks = ranks_of()
     fulls = [torch.full((2 * world_size,), float(rank + 10 * n)) for n in range(3)]
-    for work in ranks.gather_each([(full, f"u{n}", ()) for n, full in enumerate(fulls)]):
+    for work in ranks.gather_each([Gather(full, f"u{n}") for n, full in enumerate(fulls)]):
         work.wait(30)
     present = []
     for name, members in (("same", {0, 3}), ("other", {rank})):
@@ -117,7 +118,7 @@ def gather_in_turns(rank, world_size, turns):
     """What every work of a turn ends with."""
     ranks, told = ranks_of(), []
     ranks.gather(torch.zeros(world_size), "first").wait(30)
-    for work in ranks.gather_each([(torch.zeros(world_size), name, ()) for name in turns[rank]]):
+    for work in ranks.gather_each([Gather(torch.zeros(world_size), name) for name in turns[rank]]):
         with pytest.raises(TraceError) as raised:
             work.wait(30)
         told.append(str(raised.value))
@@ -147,7 +148,7 @@ def fail_in_a_turn(rank, world_size):
         broken.fail(MoverError("the disk is gone"))
     else:
         broken.keep()
-    works = ranks.gather_each([(torch.zeros(world_size), name, [broken] if name == "b" else ()) for name in "abc"])
+    works = ranks.gather_each([Gather(torch.zeros(world_size), name, [broken] if name == "b" else ()) for name in "abc"])
     for work in works:
         try:
             work.wait(30)
