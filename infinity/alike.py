@@ -14,7 +14,7 @@ from infinity.kinds import Group, Tier
 from infinity.optim.exchange import is_in_one_piece
 from infinity.planner.plan import Plan
 from infinity.planner.working import LIVE
-from infinity.sharding.groups import first_other
+from infinity.sharding.groups import first_difference
 from infinity.sharding.layout import UnitLayout
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import Share
@@ -40,13 +40,10 @@ def check_alike(ranks: Ranks, share: Share, config: Config, model: nn.Module, la
 
 
 def _check(ranks: Ranks, mine: Mapping[str, str], what: str, hint: str) -> None:
-    everybodys = ranks.everybodys(mine, what)
-    names = dict.fromkeys(name for values in everybodys for name in values)
-    for name in names:
-        values = [values.get(name, "nothing") for values in everybodys]
-        other = first_other(values)
-        if other is not None:
-            raise ConfigError(f"{what} differs between ranks: {name} is {values[0]} on rank 0 and {values[other]} on rank {other}. {hint}")
+    found = first_difference(ranks.everybodys(mine, what), "nothing")
+    if found is not None:
+        told = f"{found.name} is {found.mine} on rank 0 and {found.other} on rank {found.rank}"
+        raise ConfigError(f"{what} differs between ranks: {told}. {hint}")
 
 
 def _keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -61,11 +61,11 @@ class Chunk:
     """Of the parameter, and of a gradient when it arrives."""
     grad_dtype: torch.dtype
     """Of a gradient at rest: `dtype`, or fp32 where micro-steps are added up."""
-    pieces: tuple[tuple[int, Interval], ...]
-    """(slot index, where it lies in this chunk) for each parameter that meets it."""
+    pieces: tuple[tuple[int, Interval], ...] = field(compare=False)
+    """(slot index, where it lies in this chunk) for each parameter that meets it. They follow from the interval: to compare them takes long."""
 
     def __hash__(self) -> int:
-        return hash((self.unit, self.flat, self.index))  # of every piece it takes long, and each gradient that arrives asks for it
+        return hash((self.unit, self.flat, self.index))  # each gradient that arrives asks for it
 
     @property
     def numel(self) -> int:

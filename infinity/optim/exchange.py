@@ -19,7 +19,7 @@ from infinity.optim.chunks import Chunk, FlatKey, Rule, Rules
 from infinity.optim.grads import Grads, GradSet
 from infinity.optim.promise import Promise
 from infinity.optim.ring import Ring
-from infinity.sharding.groups import first_other
+from infinity.sharding.groups import first_difference
 from infinity.sharding.layout import FlatLayout, Interval, UnitLayout
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.share import Share
@@ -167,29 +167,37 @@ class Exchange:
             raise
         taken.drop()
 
-    def check_update(self, rules: Rules, scale: float, max_norms: Sequence[float], names: Callable[[], Mapping[Place, str]]) -> None:
-        """Raise TraceError, on all ranks, where they are about to update by different numbers: each its own part of what is one model.
+    def compare_update(
+        self, rules: Rules, scale: float, max_norms: Sequence[float], names: Callable[[], Mapping[Place, str]]
+    ) -> Callable[[], None]:
+        """Ask whether all ranks are about to update by the same numbers, each its own part of what is one model. What is returned waits for the
+        answer, and raises TraceError on all ranks where they are not.
 
         `scale`, `max_norms`: what the gradients are multiplied by and clipped to. `names`: of all parameters, asked for where ranks differ.
-        Waits for the other ranks, which come to it too.
         """
         if self._ranks.world_size == 1:
-            return
-        mine, what = {(flat, slot): rule for flat, of_slot in rules.items() for slot, rule in of_slot.items()}, "the numbers of the update"
-        if self._ranks.is_same(hash((frozenset(mine.items()), scale, *max_norms)), what):  # of numbers: in every process the same, but for NaN
-            return
-        name_of = names()
-        words = {name_of[place]: _in_words(rule) for place, rule in mine.items()}
-        words["the gradients"] = f"scaled by {scale:g} and clipped to {list(max_norms)}"
-        everybodys = self._ranks.everybodys(words, what)
-        for name in dict.fromkeys(name for told in everybodys for name in told):
-            values = [told.get(name, "left alone") for told in everybodys]
-            other = first_other(values)
-            if other is not None:
-                raise TraceError(
-                    f"nothing is updated, ranks would do it differently: {name} would be {values[0]} on rank 0 and {values[other]} on rank {other}. "
-                    "Give every rank the same parameter groups, and its schedulers and clipping the same numbers"
-                )
+            return lambda: None
+        mine = {(flat, slot): rule for flat, of_slot in rules.items() for slot, rule in of_slot.items()}
+        digest = hash((frozenset(mine.items()), scale, *max_norms))  # of numbers: in every process the same, but for NaN
+        is_same = self._ranks.compare(digest, "the numbers of the update")
+
+        def check() -> None:
+            if not is_same():
+                name_of = names()
+                words = {name_of[place]: _in_words(rule) for place, rule in mine.items()}
+                words["the gradients"] = f"scaled by {scale:g} and clipped to {list(max_norms)}"
+                self._find_other(words)
+
+        return check
+
+    def _find_other(self, words: Mapping[str, str]) -> None:
+        """Raise TraceError with the first thing that the ranks would do differently."""
+        found = first_difference(self._ranks.everybodys(words, "the numbers of the update"), "left alone")
+        if found is not None:
+            raise TraceError(
+                f"nothing is updated, ranks would do it differently: {found.name} would be {found.mine} on rank 0 and {found.other} on rank "
+                f"{found.rank}. Give every rank the same parameter groups, and its schedulers and clipping the same numbers"
+            )
 
     def _begin_average(self, flat: _Flat, taken: GradSet) -> _Full:
         values, loan = self._open(flat, Group.GRAD, flat.grads[0].grad_dtype)

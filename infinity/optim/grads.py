@@ -85,7 +85,8 @@ class Grads:
             self._by_flat.setdefault(chunk.flat_key, []).append(chunk)
         self._rests = {key: _rest_of(store, chunks[0]) for key, chunks in self._by_flat.items()}
         """Per flat: where its gradients rest, if that is one tensor of their own dtype."""
-        self._store = store
+        self._in_hbm = {chunk: _resident(store, chunk) for chunk in self._chunks if store.tier(chunk.key(Group.GRAD)) is Tier.HBM}
+        """Where the gradients of chunks rest that do so in HBM: [numel] of chunk.grad_dtype."""
         self._copies = copies
         self._device = device
         self._deadline_s = deadline_s
@@ -187,12 +188,11 @@ class Grads:
 
     def _land_in_hbm(self, move: Move) -> bool:
         """Add up on the current stream, if that is where the chunk rests."""
-        chunk = move.chunk
-        if self._store.tier(chunk.key(Group.GRAD)) is not Tier.HBM:
+        total = self._in_hbm.get(move.chunk)
+        if total is None:
             return False
         assert move.source is not None
         move.guard.wait()
-        total = self._resident(chunk)
         if move.is_first:
             total.copy_(move.source)
         else:
@@ -247,10 +247,8 @@ class Grads:
         return math.sqrt(self._total(sum(of_shard[shard] for shard in sorted(of_shard))))
 
     def _sumsq_in_hbm(self) -> dict[Chunk, float]:
-        chunks = [chunk for chunk in self._chunks if chunk in self._begun and self._store.tier(chunk.key(Group.GRAD)) is Tier.HBM]
-        if not chunks:
-            return {}
-        return _squared(chunks, _norms_of([self._resident(chunk) for chunk in chunks]))
+        chunks = [chunk for chunk in self._in_hbm if chunk in self._begun]
+        return _squared(chunks, _norms_of([self._in_hbm[chunk] for chunk in chunks])) if chunks else {}
 
     def _sumsq_on_arrival(self) -> dict[Chunk, float]:
         """What the GPU summed up before the gradients went down. One read for all."""
@@ -285,6 +283,7 @@ class Grads:
         self._coming_down.clear()
         self._guards.clear()
         self._rests.clear()
+        self._in_hbm.clear()
 
     def _wait_landed(self) -> None:
         self._mover.wait_landed()
@@ -297,15 +296,16 @@ class Grads:
         self._norms = {}
         self._mover.clear()
 
-    def _resident(self, chunk: Chunk) -> Tensor:
-        resident = self._store.resident(chunk.key(Group.GRAD))
-        assert resident is not None
-        return typed(resident, chunk.grad_dtype, chunk.numel)
-
 
 def _rest_of(store: Store, chunk: Chunk) -> Tensor | None:
     rest = store.whole(*chunk.flat_key, Group.GRAD)
     return rest.view(chunk.dtype) if rest is not None and chunk.grad_dtype == chunk.dtype else None
+
+
+def _resident(store: Store, chunk: Chunk) -> Tensor:
+    resident = store.resident(chunk.key(Group.GRAD))
+    assert resident is not None
+    return typed(resident, chunk.grad_dtype, chunk.numel)
 
 
 def _norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:

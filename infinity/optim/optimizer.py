@@ -18,6 +18,7 @@ from infinity.optim.loss_scale import LossScale
 from infinity.optim.pipeline import Pipeline
 
 _NOT_OFFERED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+_NO_STATE: Mapping[str, int] = {}
 _CLIP_EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_."""
 
@@ -143,8 +144,9 @@ class TieredAdamW(torch.optim.Optimizer):
         if self._clipped_arrivals not in (None, self._grads.arrivals):
             raise TraceError("gradients arrived between clip_grad_norm_() and step(): call clip_grad_norm_() after the last backward")
         rules = self._rules(self._grads.all_present())  # before the norm, which waits: a GPU is still at the backward
-        self._check_alike(rules)
+        check_alike = self._compare(rules)
         norm = float(self.clip_grad_norm_(self._max_grad_norm)) if self._max_grad_norm is not None else self._norm()
+        check_alike()
         self.on_update()
         if math.isfinite(norm):
             self._take_step(rules, self._clip * self._loss_scale_inverse())
@@ -155,17 +157,24 @@ class TieredAdamW(torch.optim.Optimizer):
         self._begin_afresh()
         self.on_cleared()
 
-    def _check_alike(self, rules: dict[FlatKey, dict[int, Rule]]) -> None:
-        """Raise TraceError where ranks would not make the same update. Gradients stay, and are not clipped."""
+    def _compare(self, rules: dict[FlatKey, dict[int, Rule]]) -> Callable[[], None]:
+        """Ask the other ranks for theirs. What is returned raises TraceError where they would not make the same update: gradients stay, and are
+        not clipped.
+        """
 
         def names() -> dict[Place, str]:
             return {(address.flat_key, address.slot): address.name for address in self._addresses.values()}
 
-        try:
-            self._exchange.check_update(rules, self._loss_scale_inverse(), self._max_norms, names)
-        except TraceError:
-            self._forget_clip()
-            raise
+        check = self._exchange.compare_update(rules, self._loss_scale_inverse(), self._max_norms, names)
+
+        def check_alike() -> None:
+            try:
+                check()
+            except TraceError:
+                self._forget_clip()
+                raise
+
+        return check_alike
 
     def _take_step(self, rules: dict[FlatKey, dict[int, Rule]], grad_scale: float) -> None:
         self._pipeline.check()
@@ -222,12 +231,14 @@ class TieredAdamW(torch.optim.Optimizer):
         """The next update of each parameter that has a gradient, with the numbers its group has now."""
         rules: dict[FlatKey, dict[int, Rule]] = {}
         for group in self.param_groups:
-            lr, (beta1, beta2), eps, weight_decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
+            numbers = [float(number) for number in (group["lr"], *group["betas"], group["eps"], group["weight_decay"])]
+            of_step: dict[int, Rule] = {}  # one for all that are as far
             for param in group["params"]:
                 address = self._addresses.get(param)
                 if address is not None and address.slot in present.get(address.flat_key, ()):
-                    step = self.state.get(param, {}).get("step", 0) + 1
-                    rules.setdefault(address.flat_key, {})[address.slot] = Rule(lr, float(beta1), float(beta2), float(eps), float(weight_decay), step)
+                    step = self.state.get(param, _NO_STATE).get("step", 0) + 1
+                    rule = of_step.get(step) or of_step.setdefault(step, Rule._make((*numbers, step)))
+                    rules.setdefault(address.flat_key, {})[address.slot] = rule
         return rules
 
     def _norm(self) -> float:

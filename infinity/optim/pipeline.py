@@ -12,13 +12,14 @@ from torch import Tensor
 from infinity.errors import ClosedError, MoverError
 from infinity.kinds import OPTIMIZER_STATES, Group, Lane, Tier
 from infinity.native import AdamSegment
-from infinity.optim.adamw import Kernel
+from infinity.optim.adamw import Kernel, States
 from infinity.optim.chunks import Chunk, Rules, segments
 from infinity.optim.grad_mover import typed
 from infinity.optim.grads import GradSet
 from infinity.optim.promise import Promise
 from infinity.optim.ring import Ring
 from infinity.optim.staging import Homes, Staging
+from infinity.storage.chunks import ChunkKey
 from infinity.storage.copies import Copies
 from infinity.storage.store import Store
 from infinity.storage.stream_work import stream_work
@@ -38,13 +39,25 @@ class _Hand:
 
     chunk: Chunk
     homes: Homes
-    states: Tensor
-    """uint8: MASTER | EXP_AVG | EXP_AVG_SQ end to end, where the kernel runs."""
+    states: States
+    """Where the kernel runs."""
     states_loan: Tensor | None
+    """uint8: the staging buffer that they lie in end to end."""
     grad: Tensor
     """[numel] of chunk.grad_dtype, in CPU memory or in HBM."""
     grad_loan: Tensor | None
     arrived: Work
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rest:
+    """A chunk's three groups where they rest in memory, each None on NVMe. Nothing moves, and to look it up for every update takes long."""
+
+    states: States | None
+    grad: Tensor | None
+    """[numel] of chunk.grad_dtype."""
+    param: Tensor | None
+    """[numel] of chunk.dtype."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +105,7 @@ class Pipeline:
         self._device = device
         self._deadline_s = deadline_s
         self._homes = {chunk: Homes.of(store.tier, chunk.key(Group.OPTIMIZER)) for chunk in self._chunks}
+        self._rests = {chunk: _rest_of(store, chunk) for chunk in self._chunks}
         self._staging = Staging(self._chunks, store, pools=pools, device=device, count=buffers)
         self._step: _Step | None = None
         self._updated: dict[int, Promise] = {}
@@ -196,6 +210,7 @@ class Pipeline:
             self._fail(self._step, ClosedError("the optimizer was closed in the middle of a step"))
         self._failure = ClosedError("optimizer.step() after close()")  # an older one holds on to the buffers of the frames that it went through
         self._updated.clear()
+        self._rests.clear()
         self._staging.close()
 
     # One chunk.
@@ -224,35 +239,33 @@ class Pipeline:
     def _read_next(self, step: _Step) -> None:
         chunk = step.unread.popleft()
         homes = self._homes[chunk]
-        states, states_loan, states_arrived = self._read_states(chunk, homes)
+        states, states_loan, states_arrived = self._read_states(chunk)
         grad, grad_loan, grad_arrived = self._read_grad(chunk, homes)
         step.hands.append(_Hand(chunk, homes, states, states_loan, grad, grad_loan, join((states_arrived, grad_arrived))))
 
-    def _read_states(self, chunk: Chunk, homes: Homes) -> tuple[Tensor, Tensor | None, Work]:
-        key = chunk.key(Group.OPTIMIZER)
-        if not homes.stages_states:
-            return self._resident(chunk, Group.OPTIMIZER), None, COMPLETED
+    def _read_states(self, chunk: Chunk) -> tuple[States, Tensor | None, Work]:
+        at_rest = self._rests[chunk].states
+        if at_rest is not None:
+            return at_rest, None, COMPLETED
         loan = self._take(self._staging.states, Lane.NVME_WRITE)
-        states = loan[: len(OPTIMIZER_STATES) * chunk.numel * torch.float32.itemsize]
-        return states, loan, self._store.fetch(key, states)
+        return _states_in(loan, chunk.numel), loan, self._store.fetch(chunk.key(Group.OPTIMIZER), loan[: _states_nbytes(chunk)])
 
     def _read_grad(self, chunk: Chunk, homes: Homes) -> tuple[Tensor, Tensor | None, Work]:
-        key = chunk.key(Group.GRAD)
-        if not homes.stages_grad:
-            return typed(self._resident(chunk, Group.GRAD), chunk.grad_dtype, chunk.numel), None, COMPLETED
+        at_rest = self._rests[chunk].grad
+        if at_rest is not None and not homes.stages_grad:
+            return at_rest, None, COMPLETED
         loan = self._take(self._staging.grads, Lane.UPLOAD)
-        grad = typed(loan, chunk.grad_dtype, chunk.numel)
-        resident = self._store.resident(key)
-        if resident is None:
+        grad, key = typed(loan, chunk.grad_dtype, chunk.numel), chunk.key(Group.GRAD)
+        if at_rest is None:
             return grad, loan, self._store.fetch(key, grad.view(torch.uint8))
-        return grad, loan, self._copies.download(typed(resident, chunk.grad_dtype, chunk.numel), grad, str(key))
+        return grad, loan, self._copies.download(at_rest, grad, str(key))
 
     # States in CPU memory or on NVMe: the CPU updates.
 
     def _update_on_cpu(self, step: _Step, hand: _Hand) -> Work:
         chunk, runs = hand.chunk, segments(hand.chunk, step.rules[hand.chunk.flat_key])
         param, loan = self._param_on_cpu(hand)
-        with self._timeline.span(Lane.ADAM, str(chunk.key(Group.OPTIMIZER)), hand.states.nbytes):
+        with self._timeline.span(Lane.ADAM, str(chunk.key(Group.OPTIMIZER)), _states_nbytes(chunk)):
             self._apply(self._cpu_kernel, step, hand, hand.grad, param, runs, fills_gaps=loan is not None)
         step.grads.done(chunk)
         if hand.grad_loan is not None:
@@ -261,16 +274,16 @@ class Pipeline:
 
     def _param_on_cpu(self, hand: _Hand) -> tuple[Tensor, Tensor | None]:
         """Where the CPU puts the new parameters, and the ring buffer if it is not their home."""
-        chunk = hand.chunk
-        if not hand.homes.stages_param:
-            return typed(self._resident(chunk, Group.PARAM), chunk.dtype, chunk.numel), None
+        chunk, at_rest = hand.chunk, self._rests[hand.chunk].param
+        if at_rest is not None and not hand.homes.stages_param:
+            return at_rest, None
         loan = self._take(self._staging.params, Lane.NVME_WRITE if hand.homes.param is Tier.NVME else Lane.UPLOAD)
         return typed(loan, chunk.dtype, chunk.numel), loan
 
     def _write_states(self, hand: _Hand) -> Work:
         if hand.states_loan is None:
             return COMPLETED
-        write = self._store.write_back(hand.chunk.key(Group.OPTIMIZER), hand.states)
+        write = self._store.write_back(hand.chunk.key(Group.OPTIMIZER), hand.states_loan[: _states_nbytes(hand.chunk)])
         self._staging.states.give_back(hand.states_loan, write)
         return write
 
@@ -278,17 +291,16 @@ class Pipeline:
         """Bring new parameters from a ring buffer home."""
         if loan is None:
             return COMPLETED
-        chunk, key = hand.chunk, hand.chunk.key(Group.PARAM)
-        resident = self._store.resident(key)
-        write = self._store.write_back(key, param.view(torch.uint8)) if resident is None else self._upload_param(chunk, param, resident)
+        key, at_rest = hand.chunk.key(Group.PARAM), self._rests[hand.chunk].param
+        write = self._store.write_back(key, param.view(torch.uint8)) if at_rest is None else self._upload_param(key, param, at_rest)
         self._staging.params.give_back(loan, write)
         return write
 
-    def _upload_param(self, chunk: Chunk, param: Tensor, resident: Tensor) -> Work:
+    def _upload_param(self, key: ChunkKey, param: Tensor, at_rest: Tensor) -> Work:
         if self._copies.upload_stream is not None:
             # Kernels that are queued may still read the old parameters.
             self._copies.upload_stream.wait_stream(torch.cuda.current_stream(self._device))
-        upload = self._copies.upload(param, typed(resident, chunk.dtype, chunk.numel), str(chunk.key(Group.PARAM)))
+        upload = self._copies.upload(param, at_rest, str(key))
         upload.sync_current_stream()
         return upload
 
@@ -320,9 +332,9 @@ class Pipeline:
         return grad, loan
 
     def _param_on_gpu(self, hand: _Hand) -> tuple[Tensor, Tensor | None]:
-        chunk = hand.chunk
-        if not hand.homes.downloads_param:
-            return typed(self._resident(chunk, Group.PARAM), chunk.dtype, chunk.numel), None
+        chunk, at_rest = hand.chunk, self._rests[hand.chunk].param
+        if at_rest is not None and not hand.homes.downloads_param:
+            return at_rest, None
         loan = self._staging.device_params.take()
         return typed(loan, chunk.dtype, chunk.numel), loan
 
@@ -342,11 +354,10 @@ class Pipeline:
 
     def _apply(self, kernel: Kernel, step: _Step, hand: _Hand, grad: Tensor, param: Tensor, runs: Sequence[AdamSegment], *, fills_gaps: bool) -> None:
         """The update itself. A ring buffer's parameters outside `runs` are filled in: a parameter always is its master, rounded."""
-        states = tuple(hand.states.view(torch.float32).view(len(OPTIMIZER_STATES), hand.chunk.numel).unbind())
-        kernel.update(states, grad, param, runs, step.grad_scale)
+        kernel.update(hand.states, grad, param, runs, step.grad_scale)
         if fills_gaps:
             for gap in _gaps(runs, hand.chunk.numel):
-                param[gap].copy_(states[0][gap])
+                param[gap].copy_(hand.states[0][gap])
 
     def _take(self, ring: Ring, lane: Lane) -> Tensor:
         """A buffer in CPU memory; one that is waited for is being moved on over `lane`."""
@@ -354,11 +365,6 @@ class Pipeline:
             return ring.take()
         with self._timeline.stall(lane, "staging buffers"):
             return ring.take()
-
-    def _resident(self, chunk: Chunk, group: Group) -> Tensor:
-        resident = self._store.resident(chunk.key(group))
-        assert resident is not None
-        return resident
 
     def _current(self) -> _Step:
         self.check()
@@ -386,6 +392,24 @@ def _lasting(error: BaseException) -> Exception:
     failure = MoverError(f"interrupted by {type(error).__name__} while the states were being changed: they are a mix of two steps. Load a checkpoint")
     failure.__cause__ = error
     return failure
+
+
+def _rest_of(store: Store, chunk: Chunk) -> _Rest:
+    states, grad, param = (store.resident(chunk.key(group)) for group in (Group.OPTIMIZER, Group.GRAD, Group.PARAM))
+    return _Rest(
+        None if states is None else _states_in(states, chunk.numel),
+        None if grad is None else typed(grad, chunk.grad_dtype, chunk.numel),
+        None if param is None else typed(param, chunk.dtype, chunk.numel),
+    )
+
+
+def _states_in(memory: Tensor, numel: int) -> States:
+    """At the head of uint8 memory, end to end."""
+    return typed(memory, torch.float32, len(OPTIMIZER_STATES) * numel).view(len(OPTIMIZER_STATES), numel).unbind()
+
+
+def _states_nbytes(chunk: Chunk) -> int:
+    return len(OPTIMIZER_STATES) * chunk.numel * torch.float32.itemsize
 
 
 def _gaps(runs: Sequence[AdamSegment], numel: int) -> Iterator[slice]:

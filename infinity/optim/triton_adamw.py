@@ -6,7 +6,8 @@ Imported where Triton is, which comes with torch's builds for GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -64,29 +65,30 @@ class TritonKernel:
     def update(self, states: States, grad: Tensor, param_out: Tensor, segments: Sequence[AdamSegment], grad_scale: float) -> None:
         with torch.cuda.device(grad.device):  # Triton launches on the current one
             for segment in segments:
-                run = slice(segment.start, segment.stop)
-                numel = segment.stop - segment.start
+                start, stop, *rule = segment
+                numel, tensors = stop - start, (*states, grad, param_out)
                 _adamw[(triton.cdiv(numel, _BLOCK),)](
-                    *(tensor[run] for tensor in (*states, grad, param_out)),
+                    *(tensors if numel == grad.numel() else [tensor[start:stop] for tensor in tensors]),
                     numel,
                     grad_scale,
-                    **_scalars(segment),
+                    **_scalars(*rule),
                     BLOCK=_BLOCK,
                     enable_fp_fusion=False,  # a multiplication and an addition are one rounding where tl.fma says so, and nowhere else
                 )
 
 
-def _scalars(rule: AdamSegment) -> dict[str, float | bool]:
-    """In fp64 to the end, rounded to fp32 once, as native/adam.c does."""
-    from_mean = np.float32(1 - rule.beta1)
+@lru_cache(maxsize=16)
+def _scalars(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int) -> Mapping[str, float | bool]:
+    """In fp64 to the end, rounded to fp32 once, as native/adam.c does. The parameters of a group mostly have the same."""
+    from_mean = np.float32(1 - beta1)
     near = bool(from_mean < 0.5)  # the mean's own end is the nearer one to interpolate from
     return {
-        "decay": 1 - rule.lr * rule.weight_decay,
+        "decay": 1 - lr * weight_decay,
         "weight": float(from_mean if near else from_mean - np.float32(1)),
-        "beta2": rule.beta2,
-        "square_weight": 1 - rule.beta2,
-        "correction2_sqrt": math.sqrt(1 - rule.beta2**rule.step),
-        "eps": rule.eps,
-        "minus_step_size": -(rule.lr / (1 - rule.beta1**rule.step)),
+        "beta2": beta2,
+        "square_weight": 1 - beta2,
+        "correction2_sqrt": math.sqrt(1 - beta2**step),
+        "eps": eps,
+        "minus_step_size": -(lr / (1 - beta1**step)),
         "NEAR": near,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -96,6 +96,25 @@ def planned_here() -> Here:
 def first_other(values: Sequence[object]) -> int | None:
     """The first rank that has something else than rank 0, of what each has."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
+
+
+class Difference(NamedTuple):
+    """What rank 0 has under a name, and the first rank that has something else."""
+
+    name: str
+    mine: str
+    other: str
+    rank: int
+
+
+def first_difference(tables: Sequence[Mapping[str, str]], nothing: str) -> Difference | None:
+    """Between the tables of all ranks, in the order of their names; `nothing` stands where a name is missing."""
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = [table.get(name, nothing) for table in tables]
+        rank = first_other(values)
+        if rank is not None:
+            return Difference(name, values[0], values[rank], rank)
+    return None
 
 
 def planned_ranks() -> int:

@@ -123,12 +123,19 @@ class Ranks:
 
         The same number on every rank, to the bit. Waits.
         """
-        cells = self._cells(torch.tensor([value], dtype=torch.float64), f"sum of {name}")
+        cells, work = self._begin_cells(torch.tensor([value], dtype=torch.float64), f"sum of {name}")
+        work.wait()
         return float(sum(cells[: self.shard_size if is_sharded else 1].tolist()))
 
-    def is_same(self, value: int, name: str) -> bool:
-        """Whether every rank has this number, of 64 bits with its sign. Waits."""
-        return bool((self._cells(torch.tensor([value]), f"comparison of {name}") == value).all())
+    def compare(self, value: int, name: str) -> Callable[[], bool]:
+        """Ask whether every rank has this number, of 64 bits with its sign. What is returned waits for the answer."""
+        cells, work = self._begin_cells(torch.tensor([value]), f"comparison of {name}")
+
+        def is_same() -> bool:
+            work.wait()
+            return bool((cells == value).all())
+
+        return is_same
 
     def broadcast(self, tensor: Tensor, name: str) -> Work:
         """Once the work is over, everybody's `tensor` (contiguous, on the CPU, of any dtype) is rank 0's to the bit."""
@@ -224,13 +231,12 @@ class Ranks:
         self._ask(collective, Meeting(self._group, is_patient=is_patient)).wait()
         return values
 
-    def _cells(self, mine: Tensor, name: str) -> Tensor:
-        """[world_size] from everybody's [1], by rank. Waits."""
+    def _begin_cells(self, mine: Tensor, name: str) -> tuple[Tensor, Work]:
+        """[world_size] from everybody's [1], by rank, once the work is over."""
         if self._issuer is None:
-            return mine
+            return mine, COMPLETED
         cells = torch.zeros(self.world_size, dtype=mine.dtype)
-        self._ask(Collective(name, cells, lambda _: all_gather(cells, mine, group=self._group))).wait()
-        return cells
+        return cells, self._ask(Collective(name, cells, lambda _: all_gather(cells, mine, group=self._group)))
 
     def _union(self, members: frozenset[int], count: int) -> frozenset[int]:
         mask = torch.zeros(count, dtype=torch.uint8)
