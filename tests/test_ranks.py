@@ -260,16 +260,27 @@ def meet(rank, world_size, folder, placement, read_by_rank_1):
     return said[before:after], said[after:]
 
 
+ONE_BY_ONE = [["root"], ["blocks.0"], ["blocks.1"], ["blocks.2"], ["blocks.3"]]
+
+
 @pytest.mark.parametrize(
-    ("placement", "read_by_rank_1", "expected"),
+    ("placement", "read_by_rank_1", "as_the_update_ends", "as_the_forward_begins"),
     [
-        ("cpu", (), [["root", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]]),
-        ("cpu", ("blocks.1",), [["root", "blocks.0"], ["blocks.1"], ["blocks.2", "blocks.3"]]),
-        ("nvme", (), [["root"], ["blocks.0"], ["blocks.1"], ["blocks.2"], ["blocks.3"]]),
+        ("cpu", (), [["root"], ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]], [["root", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]]),
+        (
+            "cpu",
+            ("blocks.1",),
+            [["root"], ["blocks.0"], ["blocks.1"], ["blocks.2", "blocks.3"]],
+            [["root", "blocks.0"], ["blocks.1"], ["blocks.2", "blocks.3"]],
+        ),
+        ("nvme", (), ONE_BY_ONE, ONE_BY_ONE),
     ],
 )
-def test_hosts_meet_once_for_what_is_gathered_from_memory_and_for_each_unit_that_a_rank_reads(tmp_path, placement, read_by_rank_1, expected):
-    assert run_ranks(meet, 2, tmp_path, placement, read_by_rank_1) == [(expected, expected)] * 2
+def test_hosts_meet_once_for_what_is_gathered_from_memory_and_for_each_unit_that_a_rank_reads(
+    tmp_path, placement, read_by_rank_1, as_the_update_ends, as_the_forward_begins
+):
+    """The first unit, as the update ends, does not wait for the others."""
+    assert run_ranks(meet, 2, tmp_path, placement, read_by_rank_1) == [(as_the_update_ends, as_the_forward_begins)] * 2
 
 
 def interrupt(rank, world_size, folder, place):

@@ -233,9 +233,11 @@ class Scheduler:
 
     def _request_first(self, is_wanted: Callable[[int], bool]) -> None:
         try:
-            for index in self._trace.first(self._prefetch_units + 1):
+            for place, index in enumerate(self._trace.first(self._prefetch_units + 1)):
                 if index not in self._fetches and is_wanted(index):
                     self._request_ahead(index)
+                if place == 0:
+                    self._gather_begun()  # by itself: the forward waits for it
         finally:
             self._gather_begun()
         self._wake_mover()
