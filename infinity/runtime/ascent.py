@@ -38,7 +38,7 @@ class Ascent:
         """
         self._movers, self._room, self._changed = movers, room, changed
         self._reading: deque[Work] = deque()
-        """Gathers from where a shard rests, since what rests was last written."""
+        """Gathers from where a shard rests that are not known to be over, oldest first."""
         self._uploader: Uploader | None = None
         if movers.staging is not None:
             self._uploader = Uploader(movers.store, movers.copies, movers.staging, deadline_s=deadline_s, on_death=on_death)
@@ -83,6 +83,8 @@ class Ascent:
                 own = flat.whole if flat.is_in_reach else None
                 asked.append(Gather(target, resting.layout.flat_name(f), after=[fetch.shards], own=own))
         works = self._movers.ranks.gather_each(asked)
+        while self._reading and self._reading[0].is_completed():
+            self._reading.popleft()
         self._reading += [work for gather, work in zip(asked, works, strict=True) if gather.own is not None]
         left = iter(works)
         for fetch, _ in begun:
@@ -91,10 +93,14 @@ class Ascent:
             fetch.is_to_gather = False
 
     def wait_for_reads(self, deadline_s: float) -> None:
-        """Nothing reads any more what rests on the compute device. Raises MoverError at the deadline."""
+        """Nothing reads any more what rests on the compute device, however that went. Raises MoverError at the deadline."""
         self._movers.copies.wait_for_uploads(deadline_s)
         while self._reading:
-            self._reading[0].wait(deadline_s)
+            try:
+                self._reading[0].wait(deadline_s)
+            except Exception:
+                if not self._reading[0].is_completed():
+                    raise
             self._reading.popleft()
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
