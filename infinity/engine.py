@@ -7,7 +7,6 @@ import logging
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +30,12 @@ from infinity.storage.work import COMPLETED, Work
 from infinity.timeline import Timeline
 
 logger = logging.getLogger("infinity")
+
+_LAST_WAIT_S = 5.0
+"""For other ranks, where an engine is never closed: torchrun ends them once this process has failed, and not before."""
+
+_open: dict[Ranks, Home] = {}
+"""The ranks of engines that are not closed, and the process that they are of."""
 
 
 def initialize(
@@ -72,7 +77,7 @@ class Engine:
         self._home = Home()
         self._is_published = bool(parts.config.nvme.paths) and parts.config.store.resume != "never"
         self._reminder = weakref.finalize(self, _remind, parts.config.store.run, self._home, self._is_published)
-        self._at_exit = atexit.register(partial(_leave, parts.ranks, self._home))
+        _open[parts.ranks] = self._home
         self._taken_before = 0
         parts.optimizer.register_step_pre_hook(self._before_step)
         parts.optimizer.register_step_post_hook(self._after_step)
@@ -238,13 +243,13 @@ class Engine:
             return
         self._closed = True
         self._reminder.detach()
-        atexit.unregister(self._at_exit)
         try:
             if (self._is_published if publish is None else publish) and self._parts.pipeline.is_sound:
                 self._parts.scheduler.invalidate()
                 self._parts.store.publish(self.global_step, self._extra())
         finally:
             self._parts.closers.close()
+            del _open[self._parts.ranks]
 
     def __enter__(self) -> Self:
         return self
@@ -304,10 +309,12 @@ def _remind(run: str, home: Home, is_published: bool) -> None:
         logger.warning("the engine of run %r was never closed%s. Use it under `with`, or call close()", run, lost)
 
 
-def _leave(ranks: Ranks, home: Home) -> None:
-    """The interpreter ends, and close() was never called: threads that the ranks' groups still have would abort the process."""
-    if home.is_here():
-        ranks.close()
+@atexit.register
+def _leave() -> None:
+    """The interpreter ends, after what the program has registered for that. Threads that ranks' groups still have would abort the process."""
+    for ranks, home in _open.items():
+        if home.is_here():
+            ranks.close(_LAST_WAIT_S)
 
 
 def plan(model: Model, config: Source) -> Plan:

@@ -90,10 +90,13 @@ class TieredAdamW(torch.optim.Optimizer):
         """
         self._average()
         norm = self._norm()
+        self._clip_to(max_norm, norm)
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def _clip_to(self, max_norm: float, norm: float) -> None:
         self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
         self._max_norms += (float(max_norm),)
         self._clipped_arrivals = self._grads.arrivals
-        return torch.tensor(norm, dtype=torch.float32)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -144,9 +147,11 @@ class TieredAdamW(torch.optim.Optimizer):
         if self._clipped_arrivals not in (None, self._grads.arrivals):
             raise TraceError("gradients arrived between clip_grad_norm_() and step(): call clip_grad_norm_() after the last backward")
         rules = self._rules(self._grads.all_present())  # before the norm, which waits: a GPU is still at the backward
-        check_alike = self._compare(rules)
-        norm = float(self.clip_grad_norm_(self._max_grad_norm)) if self._max_grad_norm is not None else self._norm()
-        check_alike()
+        check = self._compare(rules)
+        norm = self._norm()
+        check()
+        if self._max_grad_norm is not None:
+            self._clip_to(self._max_grad_norm, norm)
         self.on_update()
         if math.isfinite(norm):
             self._take_step(rules, self._clip * self._loss_scale_inverse())
@@ -165,16 +170,16 @@ class TieredAdamW(torch.optim.Optimizer):
         def names() -> dict[Place, str]:
             return {(address.flat_key, address.slot): address.name for address in self._addresses.values()}
 
-        check = self._exchange.compare_update(rules, self._loss_scale_inverse(), self._max_norms, names)
+        is_alike = self._exchange.compare_update(rules, self._loss_scale_inverse(), self._max_norms, names)
 
-        def check_alike() -> None:
+        def check() -> None:
             try:
-                check()
+                is_alike()
             except TraceError:
                 self._forget_clip()
                 raise
 
-        return check_alike
+        return check
 
     def _take_step(self, rules: dict[FlatKey, dict[int, Rule]], grad_scale: float) -> None:
         self._pipeline.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -37,8 +36,6 @@ class Ascent:
         what it died of.
         """
         self._movers, self._room, self._changed = movers, room, changed
-        self._reading: deque[Work] = deque()
-        """Gathers from where a shard rests that are not known to be over, oldest first."""
         self._uploader: Uploader | None = None
         if movers.staging is not None:
             self._uploader = Uploader(movers.store, movers.copies, movers.staging, deadline_s=deadline_s, on_death=on_death)
@@ -82,26 +79,16 @@ class Ascent:
             for f, (target, flat) in enumerate(zip(fetch.borrowed, resting.flats, strict=True)):
                 own = flat.whole if flat.is_in_reach else None
                 asked.append(Gather(target, resting.layout.flat_name(f), after=[fetch.shards], own=own))
-        works = self._movers.ranks.gather_each(asked)
-        while self._reading and self._reading[0].is_completed():
-            self._reading.popleft()
-        self._reading += [work for gather, work in zip(asked, works, strict=True) if gather.own is not None]
-        left = iter(works)
+        works = iter(self._movers.ranks.gather_each(asked))
         for fetch, _ in begun:
-            for work in islice(left, len(fetch.borrowed)):
+            for work in islice(works, len(fetch.borrowed)):
                 fetch.started(work)
             fetch.is_to_gather = False
 
     def wait_for_reads(self, deadline_s: float) -> None:
-        """Nothing reads any more what rests on the compute device, however that went. Raises MoverError at the deadline."""
+        """Nothing reads any more what rests in memory, unless a rank is lost: then nothing writes it. Raises MoverError at the deadline."""
         self._movers.copies.wait_for_uploads(deadline_s)
-        while self._reading:
-            try:
-                self._reading[0].wait(deadline_s)
-            except Exception:
-                if not self._reading[0].is_completed():
-                    raise
-            self._reading.popleft()
+        self._movers.ranks.settle(deadline_s)
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._changed.lock:

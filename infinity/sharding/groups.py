@@ -162,7 +162,11 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
     shards = _mine([range(start, start + size) for start in range(0, world_size, size)], backend, limit)
     replicas = None if size == world_size else _mine([range(start, world_size, size) for start in range(size)], backend, limit)
     groups = Groups(everyone, shards, replicas, here, own, on_card, uses_nccl="nccl" in backend)
-    _connect(groups)
+    try:
+        _connect(groups)
+    except BaseException:
+        groups.close()
+        raise
     return groups
 
 

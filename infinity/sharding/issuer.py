@@ -185,34 +185,46 @@ class Issuer:
         """
         limit_s = None if meeting.is_patient else longest_wait_s(self._timeout_s)
         works = [RankWork(collective.name, limit_s) for collective in collectives]
+        turn = _Turn(meeting, [collective.name for collective in collectives], deque(zip(works, collectives, strict=True)))
         with self._lock:
             if self._error is not None:
                 raise self._error
+            self._turns.put(turn)  # first: an interrupt in between must not leave what would never be over
             self._waiting.update(dict.fromkeys(works))
-        names = [collective.name for collective in collectives]
-        self._turns.put(_Turn(meeting, names, deque(zip(works, collectives, strict=True))))
         return works
 
-    def close(self) -> bool:
-        """Do what was asked for first, unless a rank is lost. True when it has been done to its end."""
+    def settle(self, timeout_s: float) -> None:
+        """Wait until all that was asked for is over, however it went. Raises MoverError at the deadline."""
+        with self._lock:
+            works = list(self._waiting)
+        for work in works:
+            try:
+                work.wait(timeout_s)
+            except Exception:
+                if not work.is_completed():
+                    raise
+
+    def close(self, limit_s: float | None = None) -> bool:
+        """Do what was asked for first, unless a rank is lost. True when it has been done to its end, within `limit_s` or the ranks' timeout."""
+        limit_s = self._timeout_s if limit_s is None else limit_s
         self._turns.put(None)
         if self._error is None:
-            self._thread.join(self._timeout_s)
+            self._thread.join(limit_s)
         elif self._motions is None:
             self._thread.join(_LAST_WORDS_S)
-        is_over = not self._thread.is_alive() and self._drain()
+        is_over = not self._thread.is_alive() and self._drain(limit_s)
         if is_over:
             self._abort = _nothing_more  # it holds on to the process groups
         self._watch.close()  # after the device, which may hang where a rank is lost now
         self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
         return is_over
 
-    def _drain(self) -> bool:
+    def _drain(self, limit_s: float) -> bool:
         """Wait for what the device has. False where it does not end."""
         if self._motions is None:
             return True
         try:
-            self._motions.close(self._timeout_s)
+            self._motions.close(limit_s)
             return True
         except Exception as error:
             logger.warning("closing: %s", error)

@@ -29,6 +29,7 @@ from infinity.timeline import Timeline
 _NOTHING = torch.empty(0)
 """What moves where values are only compared."""
 
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
     """An all-gather over the ranks that split a flat buffer."""
@@ -39,7 +40,7 @@ class Gather:
     after: Sequence[Work] = ()
     """What has to be over on this rank first."""
     own: Tensor | None = None
-    """[n]: where this rank's shard is, if not in its place in `full`. With one shard alone there is nothing to gather, and it stays there."""
+    """[n]: where this rank's shard is, if not in its place in `full`. For ranks that have each a part of it."""
 
 
 T = TypeVar("T")
@@ -93,8 +94,14 @@ class Ranks:
     def gather_each(self, gathers: Sequence[Gather]) -> list[Work]:
         """Several in a row. The ranks' hosts talk to each other once."""
         if self.shard_size == 1 or self._issuer is None:
+            assert all(gather.own is None for gather in gathers), "one shard is all there is, and nothing moves"
             return [join(gather.after) for gather in gathers]
         return list(self._issuer.ask([self._gathering(gather) for gather in gathers], Meeting(self._shards)))
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until all that was asked for is over, also what nobody else waits for any more; however it went. Raises MoverError at the deadline."""
+        if self._issuer is not None:
+            self._issuer.settle(timeout_s)
 
     def reduce(self, full: Tensor, members: frozenset[int], count: int, name: str, then: Reduced) -> Work:
         """Reduce-scatter in place, the mean over all ranks: `then` gets this rank's shard of `full` [shard_size x n], and who of `count` members
@@ -187,12 +194,13 @@ class Ranks:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """What was asked for is done first, unless a rank is lost. The program's own process group stays.
+    def close(self, limit_s: float | None = None) -> None:
+        """What was asked for is done first, unless a rank is lost; other ranks have `limit_s` to come to it, or their timeout. The program's own
+        process group stays.
 
         The groups go, and their threads with them: one that still lets go of a tensor when Python ends would abort the process.
         """
-        if self._groups is not None and self._issuer is not None and self._issuer.close():
+        if self._groups is not None and self._issuer is not None and self._issuer.close(limit_s):
             try:
                 self._groups.close()
             finally:
@@ -206,10 +214,9 @@ class Ranks:
     # -- one collective ----------------------------------------------------------------------------------------------
 
     def _gathering(self, gather: Gather) -> Collective:
-        full = gather.full
+        full, group = gather.full, self._shards
         own = full[_slice(self.shard(full.numel()))] if gather.own is None else gather.own
-        operation = partial(all_gather, full, own, group=self._shards)
-        return Collective(f"gather of {gather.name}", full, lambda _: operation(), gather.after, holds=(full, own))
+        return Collective(f"gather of {gather.name}", full, lambda _: all_gather(full, own, group=group), gather.after, holds=(full, own))
 
     def _average(self, full: Tensor) -> Tensor:
         """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""
@@ -254,8 +261,13 @@ class Ranks:
 def join_ranks(device: str, *, timeout_s: float, timeline: Timeline, shard_group: int | None = None) -> Ranks:
     """The ranks of this job, as `join_groups` finds them; alone where there are none."""
     groups = join_groups(device, timeout_s=timeout_s, shard_group=shard_group)
-    store = None if groups is None else dist.distributed_c10d._get_default_store()
-    return Ranks(timeout_s=timeout_s, timeline=timeline, groups=groups, store=store)
+    if groups is None:
+        return Ranks(timeout_s=timeout_s, timeline=timeline)
+    try:
+        return Ranks(timeout_s=timeout_s, timeline=timeline, groups=groups, store=dist.distributed_c10d._get_default_store())
+    except BaseException:
+        groups.close()
+        raise
 
 
 ALONE = Ranks(timeout_s=0.0, timeline=Timeline())

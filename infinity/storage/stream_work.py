@@ -1,4 +1,4 @@
-"""What the compute stream has queued so far, as a Work."""
+"""What a CUDA stream has queued so far, as a Work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StreamWork:
         """Raises MoverError past the deadline."""
         limit_s = DEADLINE_S if timeout_s is None else timeout_s
         if not nap_until(self.is_completed, limit_s):
-            raise MoverError(f"the compute stream was not done with what it had queued within {limit_s:g} s. Is the device hung?")
+            raise MoverError(f"a stream of {self._device} was not done with what it had queued within {limit_s:g} s. Is the device hung?")
 
     def is_completed(self) -> bool:
         return bool(self._event.query())
