@@ -312,8 +312,28 @@ def test_what_a_publish_leaves_is_json_and_safetensors(tmp_path):
                 assert list(opened.keys())
 
 
-def test_of_a_closed_engine_that_nobody_holds_nothing_is_left(tmp_path):
+def test_of_a_closed_engine_no_parameter_has_values(tmp_path):
     with infinity.initialize(tiny_gpt(), settings(known_rates(tmp_path))) as engine:
+        step(engine, 1)
+    with pytest.raises(ClosedError, match=r"needs the values of parameter 'position.weight', whose engine is closed: call infinity.initialize"):
+        engine.model.position.weight.sum()
+
+
+class KeepsALoss(torch.nn.Module):
+    """Holds on to a tensor with its graph, as modules do that report an auxiliary loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = tiny_gpt()
+
+    def forward(self, ids):
+        self.last = self.inner(ids)
+        return self.last
+
+
+@pytest.mark.parametrize("build", [tiny_gpt, KeepsALoss])
+def test_of_a_closed_engine_that_nobody_holds_nothing_is_left(tmp_path, build):
+    with infinity.initialize(build(), settings(known_rates(tmp_path))) as engine:
         step(engine, 2)
     parts = engine._parts
     left = [weakref.ref(part) for part in (engine, engine.model, parts.scheduler, parts.pipeline, parts.grads, parts.store, parts.ranks)]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from infinity.runtime.attach import AttachedUnit
 from infinity.runtime.calls import Call, Site, running_calls, sites_of
 from infinity.runtime.gather import StateDicts, gathered, refuse_moves
 from infinity.runtime.live import LiveUnits, graph_task
-from infinity.runtime.parameter import Seat, refuse_grad
+from infinity.runtime.parameter import Seat, refuse_grad, refuse_use
 from infinity.runtime.residency import Residency
 from infinity.runtime.saved import Hook, SavedTensors, can_chain, is_checkpoints, is_ours, top_hooks
 from infinity.runtime.tensors import tensors_in
@@ -201,10 +202,20 @@ class Hooks:
         return not is_ours(top, self._live.storages) and not (site.within is not None and is_checkpoints(top))
 
     def _watch(self, out: Any, unit: AttachedUnit | None) -> None:
-        """Have backward call `_begin` before it enters what made `out`."""
+        """Have backward call `_begin` before it enters what made `out`.
+
+        The graph holds neither these hooks nor the unit: a module may keep a tensor of it, and Python's collector does not look into graphs.
+        """
+        hooks, its_unit = ref(self), ref(unit) if unit is not None else None
+
+        def begin(grad: Tensor) -> None:
+            living = hooks()
+            if living is not None:
+                living._begin(its_unit() if its_unit is not None else None)
+
         for tensor in tensors_in(out):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda grad: self._begin(unit))  # type: ignore[no-untyped-call]
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def _check_nesting(self, site: Site) -> None:
         """Find calls that never ended (KeyboardInterrupt passes no hook), and callers in two threads."""
@@ -352,18 +363,24 @@ class Hooks:
         return zero_grad
 
     def close(self) -> None:
-        """The engine ends in the middle of whatever it is: nothing is live any more. The modules' hooks stay, and refuse."""
+        """The engine ends in the middle of whatever it is: nothing is live any more. The modules' hooks stay, and refuse.
+
+        What autograd holds, hooks and parameters, holds nothing of the engine from here on: such circles Python's collector does not see.
+        """
         self._unhook_grads()
         if not self._is_detached:
             for _, seat in self._trained():
                 seat.param.register_post_accumulate_grad_hook(refuse_grad)  # type: ignore[no-untyped-call]
+        for unit in self._live.units:
+            for seat in unit.seats:
+                seat.wake_up = refuse_use
         while self._calls:
             self._calls.pop().close()
         self._armed.clear()
         self._live.close()
 
     def _unhook_grads(self) -> None:
-        """Autograd holds these hooks, and with them the model: a circle that Python's collector does not see, and would never free."""
+        """Autograd holds these hooks, and with them the model."""
         for handle in self._grad_handles:
             handle.remove()
 

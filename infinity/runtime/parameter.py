@@ -6,7 +6,7 @@ C++ and everything that asks `isinstance(p, nn.Parameter)` see an ordinary param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -53,6 +53,11 @@ class Seat:
             grad = _Grad.__get__(self.param)
             _Grad.__set__(self.param, None)
         return grad
+
+
+def refuse_use(seats: Sequence[Seat], operation: str) -> NoReturn:
+    """In place of `Seat.wake_up` once the engine is closed, of which this function holds nothing. Raises ClosedError."""
+    raise ClosedError(f"{operation} needs the values of parameter {seats[0].name!r}, whose engine is closed: call infinity.initialize again")
 
 
 def refuse_grad(param: Tensor) -> None:
