@@ -227,9 +227,9 @@ class GradMover:
     def _begin_total(self, move: Move) -> tuple[Tensor, Tensor | None, Work]:
         """Where the sum is, the ring buffer if it is one, and the read that brings the sum so far."""
         chunk, key = move.chunk, move.chunk.key(Group.GRAD)
-        resident = self._store.resident(key)
-        if resident is not None:
-            return typed(resident, chunk.grad_dtype, chunk.numel), None, COMPLETED
+        at_rest = grad_at_rest(self._store, chunk)
+        if at_rest is not None:
+            return at_rest, None, COMPLETED
         loan = self._totals.take()
         total = typed(loan, chunk.grad_dtype, chunk.numel)
         fetched = COMPLETED if move.is_first else self._store.fetch(key, total.view(torch.uint8))
@@ -310,6 +310,12 @@ def landing_bytes(numel: int, dtype: torch.dtype, grad_dtype: torch.dtype, tier:
 
 def _chunks_of(item: _Landing | Arrival) -> tuple[Chunk, ...]:
     return item.chunks if isinstance(item, Arrival) else (item.move.chunk,)
+
+
+def grad_at_rest(store: Store, chunk: Chunk) -> Tensor | None:
+    """[numel] of chunk.grad_dtype, the memory itself; None where the gradient rests on NVMe."""
+    resident = store.resident(chunk.key(Group.GRAD))
+    return None if resident is None else typed(resident, chunk.grad_dtype, chunk.numel)
 
 
 def typed(buffer: Tensor, dtype: torch.dtype, numel: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from infinity import native
 from infinity.kinds import Group, Tier
 from infinity.optim.chunks import Chunk, FlatKey
-from infinity.optim.grad_mover import Arrival, GradMover, Move, typed
+from infinity.optim.grad_mover import Arrival, GradMover, Move, grad_at_rest
 from infinity.optim.promise import Promise
 from infinity.sharding.layout import Interval
 from infinity.storage.copies import Copies
@@ -85,8 +85,9 @@ class Grads:
             self._by_flat.setdefault(chunk.flat_key, []).append(chunk)
         self._rests = {key: _rest_of(store, chunks[0]) for key, chunks in self._by_flat.items()}
         """Per flat: where its gradients rest, if that is one tensor of their own dtype."""
-        self._in_hbm = {chunk: _resident(store, chunk) for chunk in self._chunks if store.tier(chunk.key(Group.GRAD)) is Tier.HBM}
-        """Where the gradients of chunks rest that do so in HBM: [numel] of chunk.grad_dtype."""
+        in_hbm = [chunk for chunk in self._chunks if store.tier(chunk.key(Group.GRAD)) is Tier.HBM]
+        self._in_hbm = {chunk: grad for chunk in in_hbm if (grad := grad_at_rest(store, chunk)) is not None}
+        """Of the chunks whose gradients rest in HBM."""
         self._copies = copies
         self._device = device
         self._deadline_s = deadline_s
@@ -300,12 +301,6 @@ class Grads:
 def _rest_of(store: Store, chunk: Chunk) -> Tensor | None:
     rest = store.whole(*chunk.flat_key, Group.GRAD)
     return rest.view(chunk.dtype) if rest is not None and chunk.grad_dtype == chunk.dtype else None
-
-
-def _resident(store: Store, chunk: Chunk) -> Tensor:
-    resident = store.resident(chunk.key(Group.GRAD))
-    assert resident is not None
-    return typed(resident, chunk.grad_dtype, chunk.numel)
 
 
 def _norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -18,7 +18,6 @@ from infinity.optim.loss_scale import LossScale
 from infinity.optim.pipeline import Pipeline
 
 _NOT_OFFERED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
-_NO_STATE: Mapping[str, int] = {}
 _CLIP_EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_."""
 
@@ -89,14 +88,7 @@ class TieredAdamW(torch.optim.Optimizer):
         The formula is torch.nn.utils.clip_grad_norm_'s. With loss scaling both norms are those of the true gradients.
         """
         self._average()
-        norm = self._norm()
-        self._clip_to(max_norm, norm)
-        return torch.tensor(norm, dtype=torch.float32)
-
-    def _clip_to(self, max_norm: float, norm: float) -> None:
-        self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
-        self._max_norms += (float(max_norm),)
-        self._clipped_arrivals = self._grads.arrivals
+        return self._clip_to(max_norm, self._norm())
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -147,11 +139,9 @@ class TieredAdamW(torch.optim.Optimizer):
         if self._clipped_arrivals not in (None, self._grads.arrivals):
             raise TraceError("gradients arrived between clip_grad_norm_() and step(): call clip_grad_norm_() after the last backward")
         rules = self._rules(self._grads.all_present())  # before the norm, which waits: a GPU is still at the backward
-        check = self._compare(rules)
-        norm = self._norm()
-        check()
+        norm = self._norm_of_all(rules)
         if self._max_grad_norm is not None:
-            self._clip_to(self._max_grad_norm, norm)
+            norm = float(self._clip_to(self._max_grad_norm, norm))
         self.on_update()
         if math.isfinite(norm):
             self._take_step(rules, self._clip * self._loss_scale_inverse())
@@ -162,24 +152,21 @@ class TieredAdamW(torch.optim.Optimizer):
         self._begin_afresh()
         self.on_cleared()
 
-    def _compare(self, rules: dict[FlatKey, dict[int, Rule]]) -> Callable[[], None]:
-        """Ask the other ranks for theirs. What is returned raises TraceError where they would not make the same update: gradients stay, and are
-        not clipped.
+    def _norm_of_all(self, rules: dict[FlatKey, dict[int, Rule]]) -> float:
+        """The norm; beside it ranks compare their rules. Raises TraceError where they would not make the same update: gradients stay, and are not
+        clipped.
         """
+        check_alike = self._exchange.compare_update(rules, self._loss_scale_inverse(), self._max_norms, self._names)
+        norm = self._norm()
+        try:
+            check_alike()
+        except TraceError:
+            self._forget_clip()
+            raise
+        return norm
 
-        def names() -> dict[Place, str]:
-            return {(address.flat_key, address.slot): address.name for address in self._addresses.values()}
-
-        is_alike = self._exchange.compare_update(rules, self._loss_scale_inverse(), self._max_norms, names)
-
-        def check() -> None:
-            try:
-                is_alike()
-            except TraceError:
-                self._forget_clip()
-                raise
-
-        return check
+    def _names(self) -> dict[Place, str]:
+        return {(address.flat_key, address.slot): address.name for address in self._addresses.values()}
 
     def _take_step(self, rules: dict[FlatKey, dict[int, Rule]], grad_scale: float) -> None:
         self._pipeline.check()
@@ -241,7 +228,7 @@ class TieredAdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 address = self._addresses.get(param)
                 if address is not None and address.slot in present.get(address.flat_key, ()):
-                    step = self.state.get(param, _NO_STATE).get("step", 0) + 1
+                    step = self.state.get(param, {}).get("step", 0) + 1
                     rule = of_step.get(step) or of_step.setdefault(step, Rule._make((*numbers, step)))
                     rules.setdefault(address.flat_key, {})[address.slot] = rule
         return rules
@@ -252,6 +239,12 @@ class TieredAdamW(torch.optim.Optimizer):
 
     def _loss_scale_inverse(self) -> float:
         return self._loss_scale.grad_scale() if self._loss_scale is not None else 1.0
+
+    def _clip_to(self, max_norm: float, norm: float) -> Tensor:
+        self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
+        self._max_norms += (float(max_norm),)
+        self._clipped_arrivals = self._grads.arrivals
+        return torch.tensor(norm, dtype=torch.float32)
 
     def _forget_clip(self) -> None:
         self._clip, self._max_norms = 1.0, ()

@@ -14,11 +14,11 @@ from infinity.kinds import OPTIMIZER_STATES, Group, Lane, Tier
 from infinity.native import AdamSegment
 from infinity.optim.adamw import Kernel, States
 from infinity.optim.chunks import Chunk, Rules, segments
-from infinity.optim.grad_mover import typed
+from infinity.optim.grad_mover import grad_at_rest, typed
 from infinity.optim.grads import GradSet
 from infinity.optim.promise import Promise
 from infinity.optim.ring import Ring
-from infinity.optim.staging import Homes, Staging
+from infinity.optim.staging import Homes, Staging, states_nbytes
 from infinity.storage.chunks import ChunkKey
 from infinity.storage.copies import Copies
 from infinity.storage.store import Store
@@ -248,7 +248,7 @@ class Pipeline:
         if at_rest is not None:
             return at_rest, None, COMPLETED
         loan = self._take(self._staging.states, Lane.NVME_WRITE)
-        return _states_in(loan, chunk.numel), loan, self._store.fetch(chunk.key(Group.OPTIMIZER), loan[: _states_nbytes(chunk)])
+        return _states_in(loan, chunk.numel), loan, self._store.fetch(chunk.key(Group.OPTIMIZER), loan[: states_nbytes(chunk.numel)])
 
     def _read_grad(self, chunk: Chunk, homes: Homes) -> tuple[Tensor, Tensor | None, Work]:
         at_rest = self._rests[chunk].grad
@@ -265,7 +265,7 @@ class Pipeline:
     def _update_on_cpu(self, step: _Step, hand: _Hand) -> Work:
         chunk, runs = hand.chunk, segments(hand.chunk, step.rules[hand.chunk.flat_key])
         param, loan = self._param_on_cpu(hand)
-        with self._timeline.span(Lane.ADAM, str(chunk.key(Group.OPTIMIZER)), _states_nbytes(chunk)):
+        with self._timeline.span(Lane.ADAM, str(chunk.key(Group.OPTIMIZER)), states_nbytes(chunk.numel)):
             self._apply(self._cpu_kernel, step, hand, hand.grad, param, runs, fills_gaps=loan is not None)
         step.grads.done(chunk)
         if hand.grad_loan is not None:
@@ -283,7 +283,7 @@ class Pipeline:
     def _write_states(self, hand: _Hand) -> Work:
         if hand.states_loan is None:
             return COMPLETED
-        write = self._store.write_back(hand.chunk.key(Group.OPTIMIZER), hand.states_loan[: _states_nbytes(hand.chunk)])
+        write = self._store.write_back(hand.chunk.key(Group.OPTIMIZER), hand.states_loan[: states_nbytes(hand.chunk.numel)])
         self._staging.states.give_back(hand.states_loan, write)
         return write
 
@@ -395,10 +395,10 @@ def _lasting(error: BaseException) -> Exception:
 
 
 def _rest_of(store: Store, chunk: Chunk) -> _Rest:
-    states, grad, param = (store.resident(chunk.key(group)) for group in (Group.OPTIMIZER, Group.GRAD, Group.PARAM))
+    states, param = (store.resident(chunk.key(group)) for group in (Group.OPTIMIZER, Group.PARAM))
     return _Rest(
         None if states is None else _states_in(states, chunk.numel),
-        None if grad is None else typed(grad, chunk.grad_dtype, chunk.numel),
+        grad_at_rest(store, chunk),
         None if param is None else typed(param, chunk.dtype, chunk.numel),
     )
 
@@ -406,10 +406,6 @@ def _rest_of(store: Store, chunk: Chunk) -> _Rest:
 def _states_in(memory: Tensor, numel: int) -> States:
     """At the head of uint8 memory, end to end."""
     return typed(memory, torch.float32, len(OPTIMIZER_STATES) * numel).view(len(OPTIMIZER_STATES), numel).unbind()
-
-
-def _states_nbytes(chunk: Chunk) -> int:
-    return len(OPTIMIZER_STATES) * chunk.numel * torch.float32.itemsize
 
 
 def _gaps(runs: Sequence[AdamSegment], numel: int) -> Iterator[slice]:

@@ -15,8 +15,6 @@ from infinity.storage.chunks import ChunkKey
 from infinity.storage.store import Store
 from infinity.storage.tiers import Pools
 
-_FP32_BYTES = torch.float32.itemsize
-
 
 @dataclass(frozen=True, slots=True)
 class Homes:
@@ -111,11 +109,16 @@ class Staging:
             raise failure
 
 
+def states_nbytes(numel: int) -> int:
+    """Of a chunk's optimizer states, end to end."""
+    return len(OPTIMIZER_STATES) * numel * torch.float32.itemsize
+
+
 def ring_bytes(numel: int, dtype: torch.dtype, grad_dtype: torch.dtype, homes: Homes) -> dict[str, int]:
     """Bytes that a chunk of `numel` elements with these homes needs in a buffer of each ring."""
     wanted = {}
     if homes.stages_states:
-        wanted["states"] = len(OPTIMIZER_STATES) * numel * _FP32_BYTES
+        wanted["states"] = states_nbytes(numel)
     if homes.stages_grad:
         wanted["grads"] = numel * grad_dtype.itemsize
     if homes.stages_param:

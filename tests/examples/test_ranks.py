@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.ranks import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(folder, steps):
     """Losses by step."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / "ranks.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(folder), str(steps)], capture_output=True, text=True, timeout=180, env=environment)
-    assert done.returncode == 0, done.stderr
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
+    with torchrun(folder, str(ROOT / "examples" / "ranks.py"), str(folder), str(steps)) as process:
+        said, errors = process.communicate(timeout=180)
+    assert process.returncode == 0, errors
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", said)}
 
 
 def test_two_ranks_learn(tmp_path):
