@@ -913,3 +913,14 @@ def test_a_program_that_does_not_close_is_told_so_and_ends_well(tmp_path, device
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert errors.count("was never closed. Use it under `with`, or call close()") == reminders
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_engine_goes_on_when_the_program_has_destroyed_all_groups(tmp_path, device):
+    """Gathers of the next forward are under way then."""
+    init, destroy, close = "torch.distributed.init_process_group()", "torch.distributed.destroy_process_group()", "engine.close()"
+    steps = NEVER_CLOSED[NEVER_CLOSED.index("for _ in") :]
+    (tmp_path / "program.py").write_text("\n".join([NEVER_CLOSED.replace("engine = ", f"{init}\nengine = "), destroy, steps, close]))
+    with torchrun(tmp_path, "program.py", device, "never") as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and "never closed" not in errors, errors

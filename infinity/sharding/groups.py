@@ -148,7 +148,7 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
         return None
     size = shard_size(world_size, shard_group)
     limit = timedelta(seconds=COLLECTIVE * timeout_s)
-    everyone = dist.new_group(backend="gloo", timeout=limit)
+    everyone = _mine([range(world_size)], "gloo", limit)
     try:
         here = _meet(everyone, size)
         own, backend, on_card = _choose_devices(everyone, device, here)
@@ -232,7 +232,36 @@ def _mine(members: Sequence[Sequence[int]], backend: str, limit: timedelta) -> A
     """Of these groups, which every rank makes in the same order, the one that this rank is in."""
     with _without_watchdog():
         groups = [dist.new_group(list(ranks), backend=backend, timeout=limit) for ranks in members]
-    return next(group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
+    mine = next(group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    names[_Lasting(mine)] = names.pop(mine)
+    return mine
+
+
+class _Lasting:
+    """In torch's list of names it has the place of a group that outlives the program's destroy_process_group(), which shuts down all of the list.
+
+    Communicators that are shut down under a gather which the next forward is to find leave the GPU with illegal memory accesses.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._group
+
+    def __hash__(self) -> int:
+        return hash(self._group)
+
+    def shutdown(self) -> None:
+        """The engine ends it."""
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """What torch before 2.7 shuts down: nothing."""
+        raise RuntimeError("the engine ends it")
+
+    def abort(self) -> None:
+        self._group.abort()
 
 
 @contextmanager
@@ -253,7 +282,7 @@ def _end(groups: Iterable[Any]) -> None:
     for group in groups:
         if _HOLDS_INTERPRETER:
             _kept.append(group)
-        with suppress(ValueError):  # the program has destroyed its own, and torch all others with it
+        with suppress(ValueError):  # unknown to torch since the program has destroyed its own; it goes with its last reference
             dist.destroy_process_group(group)
 
 

@@ -338,7 +338,8 @@ class Issuer:
         all_gather(everybodys, mine, group=group)
         told = everybodys.tolist()
         if len(set(told[::2])) > 1:
-            self._refuse(tell(group, names), dist.get_process_group_ranks(group))
+            ranks, turns = zip(*tell(group, (self._rank, names)), strict=True)
+            self._refuse(turns, ranks)
         return len(set(told[1::2])) == 1
 
     def _refuse(self, turns: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
