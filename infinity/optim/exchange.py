@@ -167,9 +167,7 @@ class Exchange:
             raise
         taken.drop()
 
-    def compare_update(
-        self, rules: Rules, scale: float, max_norms: Sequence[float], names: Callable[[], Mapping[Place, str]]
-    ) -> Callable[[], None]:
+    def compare_update(self, rules: Rules, scale: float, max_norms: Sequence[float], names: Callable[[], Mapping[Place, str]]) -> Callable[[], None]:
         """Ask whether all ranks are about to update by the same numbers, each its own part of what is one model. What is returned waits for the
         answer, and raises TraceError on all ranks where they are not.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import queue
 import threading
@@ -10,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -37,8 +39,11 @@ PATIENCE = 1.25
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
 """Between two looks at who has come."""
 
+_GLANCE_S = 0.25
+"""At whether a rank is lost, while gloo waits for it."""
+
 _LAST_WORDS_S = 1.0
-"""For the thread to end after an error, where no device can have hung: it has come to an end unless it waits in a collective."""
+"""For the thread to end after an error: it has come to an end unless gloo passes data, or a device hangs. Then for the device's abort."""
 
 _LOOK_EVERY_S = 1.0
 """At what the device has, while nothing is asked for."""
@@ -119,7 +124,7 @@ class Collective:
     tensor: torch.Tensor
     """What passes. Where it is on a GPU the device does it, on the stream of collectives."""
     operation: Callable[[Any], object]
-    """Given what the hosts' meeting before it has found out, or None."""
+    """Given what the hosts' meeting before it has found out, or None. A torch.distributed.Work that it returns is waited for."""
     after: Sequence[Work] = ()
     """What has to be over on this rank first."""
     holds: Sequence[torch.Tensor] = ()
@@ -170,6 +175,7 @@ class Issuer:
         self._begun = 0
         """How many collectives, counting the one under way."""
         self._error: InfinityError | None = None
+        self._aborter: threading.Thread | None = None
         self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
         self._waiting: dict[RankWork, None] = {}
         self._lock = threading.Lock()
@@ -208,16 +214,21 @@ class Issuer:
         """Do what was asked for first, unless a rank is lost. True when it has been done to its end, within `limit_s` or the ranks' timeout."""
         limit_s = self._timeout_s if limit_s is None else limit_s
         self._turns.put(None)
-        if self._error is None:
-            self._thread.join(limit_s)
-        elif self._motions is None:
-            self._thread.join(_LAST_WORDS_S)
-        is_over = not self._thread.is_alive() and self._drain(limit_s)
+        self._thread.join(limit_s if self._error is None else _LAST_WORDS_S)
+        is_over = not self._thread.is_alive() and self._has_aborted() and self._drain(limit_s)
         if is_over:
             self._abort = _nothing_more  # it holds on to the process groups
         self._watch.close()  # after the device, which may hang where a rank is lost now
         self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
         return is_over
+
+    def _has_aborted(self) -> bool:
+        """What was begun of it. A thread that comes out of it once Python has begun to end would abort the process."""
+        with self._lock:
+            aborter = self._aborter
+        if aborter is not None:
+            aborter.join(_LAST_WORDS_S)
+        return aborter is None or not aborter.is_alive()
 
     def _drain(self, limit_s: float) -> bool:
         """Wait for what the device has. False where it does not end."""
@@ -263,7 +274,7 @@ class Issuer:
             work, collective = turn.left.popleft()
             if work.has_failed():  # a rank was lost before, and all the others have failed too
                 return
-            outcome = self._do(work, collective, agree, is_patient=turn.meeting.is_patient)
+            outcome = self._do(work, collective, agree, turn.meeting)
             if isinstance(outcome, InfinityError):
                 self.lose(outcome)
                 return
@@ -276,7 +287,7 @@ class Issuer:
             while self._waiting and (oldest := next(iter(self._waiting))).is_completed():
                 del self._waiting[oldest]
 
-    def _do(self, work: RankWork, collective: Collective, agree: Callable[[], Any], *, is_patient: bool) -> Motion | InfinityError | None:
+    def _do(self, work: RankWork, collective: Collective, agree: Callable[[], Any], meeting: Meeting) -> Motion | InfinityError | None:
         """One collective, to its end or up to where the device has it. What goes wrong beside it, in what it waits for or leads to, is this
         rank's own error, and the others' loss."""
         began = time.monotonic()
@@ -287,7 +298,7 @@ class Issuer:
             if collective.tensor.is_cuda:
                 motion = self._queue(collective, agree)
             else:
-                self._perform(collective, agree, is_patient=is_patient)
+                self._perform(collective, agree, meeting)
         except InfinityError as error:
             return error
         except Exception as error:
@@ -295,14 +306,16 @@ class Issuer:
         self._watch.tell(self._begun, BETWEEN)
         return motion
 
-    def _perform(self, collective: Collective, agree: Callable[[], Any], *, is_patient: bool) -> None:
+    def _perform(self, collective: Collective, agree: Callable[[], Any], meeting: Meeting) -> None:
         """From beginning to end."""
         for motion in collective.after:
             motion.wait()
-        if is_patient:
+        if meeting.is_patient:
             self._meet()
         with self._timeline.span(Lane.COMM, collective.name, collective.tensor.nbytes):
-            collective.operation(agree())
+            work = collective.operation(agree())
+            if isinstance(work, dist.Work):
+                self._await(work, collective, meeting.among)
 
     def _queue(self, collective: Collective, agree: Callable[[], Any]) -> Motion:
         """On the stream of collectives, once every rank's host has come to its turn."""
@@ -335,12 +348,30 @@ class Issuer:
         """
         mine = torch.tensor([zlib.crc32("\n".join(names).encode()), number])
         everybodys = torch.empty(dist.get_world_size(group) * len(mine), dtype=mine.dtype)
-        all_gather(everybodys, mine, group=group)
+        self._await(all_gather(everybodys, mine, group=group, async_op=True), everybodys, mine, group)
         told = everybodys.tolist()
         if len(set(told[::2])) > 1:
             ranks, turns = zip(*tell(group, (self._rank, names)), strict=True)
             self._refuse(turns, ranks)
         return len(set(told[1::2])) == 1
+
+    def _await(self, work: dist.Work, *held: object) -> None:
+        """Wait for gloo, or until a rank is lost: for one that was stopped gloo itself waits to the group's timeout.
+
+        What it has `held` until then is kept for good: its thread would let go of it last, which aborts a process whose Python has begun to end.
+        """
+        while True:
+            began = time.monotonic()
+            try:
+                work.wait(timedelta(seconds=_GLANCE_S))
+                return
+            except RuntimeError:  # the glance is over, or gloo has failed
+                if time.monotonic() - began < _GLANCE_S / 2:
+                    raise
+                if self._error is not None:
+                    for each in (work, *held):
+                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+                    raise
 
     def _refuse(self, turns: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
         """What those ranks have come to differs."""
@@ -373,10 +404,11 @@ class Issuer:
             is_first, self._error = self._error is None, self._error or error
             works = list(self._waiting)
             self._waiting.clear()
-        for work in works:
-            work.fail(self._error)
-        if is_first and self._motions is not None:
-            threading.Thread(target=self._abort_device, name="infinity-abort", daemon=True).start()  # it may take long, and never end
+            for work in works:
+                work.fail(self._error)
+            if is_first and self._motions is not None:
+                self._aborter = threading.Thread(target=self._abort_device, name="infinity-abort", daemon=True)  # it may take long, and never end
+                self._aborter.start()
 
     def _abort_device(self) -> None:
         try:

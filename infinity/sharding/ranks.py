@@ -147,7 +147,7 @@ class Ranks:
     def broadcast(self, tensor: Tensor, name: str) -> Work:
         """Once the work is over, everybody's `tensor` (contiguous, on the CPU, of any dtype) is rank 0's to the bit."""
         flat = tensor.view(-1).view(torch.uint8)
-        return self._ask(Collective(f"broadcast of {name}", tensor, lambda _: dist.broadcast(flat, group_src=0, group=self._group)))
+        return self._ask(Collective(f"broadcast of {name}", tensor, lambda _: dist.broadcast(flat, group_src=0, group=self._group, async_op=True)))
 
     def everybodys(self, value: T, name: str) -> list[T]:
         """What each rank has under this name, by rank; anything that pickles. Waits."""
@@ -214,9 +214,10 @@ class Ranks:
     # -- one collective ----------------------------------------------------------------------------------------------
 
     def _gathering(self, gather: Gather) -> Collective:
-        full, group = gather.full, self._shards
+        full, group, is_gloos = gather.full, self._shards, not gather.full.is_cuda
         own = full[_slice(self.shard(full.numel()))] if gather.own is None else gather.own
-        return Collective(f"gather of {gather.name}", full, lambda _: all_gather(full, own, group=group), gather.after, holds=(full, own))
+        operation = partial(all_gather, full, own, group=group, async_op=is_gloos)
+        return Collective(f"gather of {gather.name}", full, lambda _: operation(), gather.after, holds=(full, own))
 
     def _average(self, full: Tensor) -> Tensor:
         """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""
@@ -243,7 +244,7 @@ class Ranks:
         if self._issuer is None:
             return mine, COMPLETED
         cells = torch.zeros(self.world_size, dtype=mine.dtype)
-        return cells, self._ask(Collective(name, cells, lambda _: all_gather(cells, mine, group=self._group)))
+        return cells, self._ask(Collective(name, cells, lambda _: all_gather(cells, mine, group=self._group, async_op=True)))
 
     def _union(self, members: frozenset[int], count: int) -> frozenset[int]:
         mask = torch.zeros(count, dtype=torch.uint8)

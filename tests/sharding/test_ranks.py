@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from infinity.errors import ConfigError, InfinityError, MoverError, TraceError
+from infinity.errors import ConfigError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
 from infinity.optim.promise import Promise
 from infinity.sharding.groups import _HOLDS_INTERPRETER, leave_world
-from infinity.sharding.issuer import BETWEEN, Issuer
+from infinity.sharding.issuer import BETWEEN, Collective, Issuer
 from infinity.sharding.ranks import Gather, Ranks, _digest, join_ranks
 from infinity.storage.work import COMPLETED
 from infinity.timeline import Timeline
@@ -322,6 +323,29 @@ def test_a_rank_that_is_killed_or_stopped_is_named_by_the_others(tmp_path, world
         others = [running.outcome(rank) for rank in range(world_size) if rank != lost]
     for outcome in others:
         assert outcome.error.startswith(f"RankError: rank {lost} has not been heard of for") and BETWEEN in outcome.error
+
+
+def outlive(rank, world_size, has_met):
+    """Threads of the engine's that are left when a rank was stopped and the others have closed theirs: before they meet, or as they pass data."""
+    ranks = ranks_of(timeout_s=TIMEOUT_S)
+    ranks.gather(torch.zeros(world_size), "first").wait()
+    if rank == 1 and has_met:
+        ranks._ask(Collective("gather of second", torch.zeros(1), lambda _: os.kill(os.getpid(), signal.SIGSTOP))).wait()
+    elif rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(RankError, match="rank 1 has not been heard of"):
+        ranks.gather(torch.zeros(world_size), "second").wait()
+    ranks.close()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
+
+
+@pytest.mark.parametrize("has_met", [False, True])
+def test_ranks_that_have_lost_one_do_not_wait_for_gloos_own_timeout(has_met):
+    """A thread that did would come back when Python has ended, which aborts the process."""
+    with job(outlive, 3, has_met) as running:
+        for rank in (0, 2):
+            outcome = running.outcome(rank)
+            assert (outcome.value, outcome.error) == ([], "")
 
 
 def stall(rank, world_size):
