@@ -147,7 +147,7 @@ class Ranks:
     def broadcast(self, tensor: Tensor, name: str) -> Work:
         """Once the work is over, everybody's `tensor` (contiguous, on the CPU, of any dtype) is rank 0's to the bit."""
         flat = tensor.view(-1).view(torch.uint8)
-        return self._ask(Collective(f"broadcast of {name}", tensor, lambda _: dist.broadcast(flat, group_src=0, group=self._group, async_op=True)))
+        return self._ask(Collective(f"broadcast of {name}", tensor, lambda _: dist.broadcast(flat, src=0, group=self._group, async_op=True)))
 
     def everybodys(self, value: T, name: str) -> list[T]:
         """What each rank has under this name, by rank; anything that pickles. Waits."""
