@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -930,16 +929,25 @@ def test_an_engine_goes_on_when_the_program_has_destroyed_all_groups(tmp_path, d
 
 
 STOPS = """
+import builtins
 import os
 import signal
 import sys
+import time
 
 import torch
 from models import tiny_gpt
 
 import infinity
 
-engine = infinity.initialize(tiny_gpt(), {"device": sys.argv[1], "budgets": {"cpu": "64MiB"}, "zero": {"timeout_s": 3.0}})
+
+class Last:
+    def __del__(self):
+        time.sleep(3)
+
+
+builtins.last = Last()
+engine = infinity.initialize(tiny_gpt(), {"device": sys.argv[1], "budgets": {"cpu": "64MiB"}, "zero": {"timeout_s": 1.0}})
 for step in range(1000):
     engine.model(torch.zeros(2, 8, dtype=torch.long, device=engine.device)).backward()
     engine.optimizer.step()
@@ -948,25 +956,20 @@ for step in range(1000):
 """
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.parametrize(
     ("device", "how"), [("cpu", signal.SIGSTOP), *(pytest.param("cuda", how, marks=pytest.mark.gpu) for how in (signal.SIGSTOP, signal.SIGKILL))]
 )
 def test_a_program_that_has_lost_a_rank_ends_with_its_error_and_not_by_a_signal(tmp_path, device, how):
-    """gloo, or what aborts NCCL, is still at it when Python ends."""
+    """Python takes longer to end than gloo waits, or than what aborts NCCL takes."""
     (tmp_path / "program.py").write_text(STOPS)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ranks = []
     try:
         for rank in ("0", "1"):
-            environment = {**os.environ, **where, "OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank}
+            own = {"OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             command = [sys.executable, "program.py", device, str(int(how))]
-            ranks.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True))
+            ranks.append(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **where, **own}, stderr=subprocess.PIPE, text=True))
         _, errors = ranks[0].communicate(timeout=120)
         assert ranks[0].returncode == 1 and "RankError: rank 1 has not been heard of" in errors, errors
     finally:

@@ -240,6 +240,7 @@ def _mine(members: Sequence[Sequence[int]], backend: str, limit: timedelta) -> A
 
 class _Lasting:
     """In torch's list of names it has the place of a group that outlives the program's destroy_process_group(), which shuts down all of the list.
+    It is equal to the group, by which torch goes on finding the name.
 
     Communicators that are shut down under a gather which the next forward is to find leave the GPU with illegal memory accesses.
     """
@@ -256,12 +257,11 @@ class _Lasting:
     def shutdown(self) -> None:
         """The engine ends it."""
 
-    def _get_backend(self, device: torch.device) -> Any:
-        """What torch before 2.7 shuts down: nothing."""
-        raise RuntimeError("the engine ends it")
+    abort = shutdown
 
-    def abort(self) -> None:
-        self._group.abort()
+    def _get_backend(self, device: torch.device) -> Any:
+        """What torch before 2.7 shuts down, or aborts: nothing."""
+        raise RuntimeError("the engine ends it")
 
 
 @contextmanager

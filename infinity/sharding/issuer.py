@@ -10,6 +10,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,7 +44,8 @@ _GLANCE_S = 0.25
 """At whether a rank is lost, while gloo waits for it."""
 
 _LAST_WORDS_S = 1.0
-"""For the thread to end after an error: it has come to an end unless gloo passes data, or a device hangs. Then for the device's abort."""
+"""For the thread to end after an error: it comes to an end unless it is in a reduce, among hosts that tell each other more, or a device hangs. And
+for the device's abort."""
 
 _LOOK_EVERY_S = 1.0
 """At what the device has, while nothing is asked for."""
@@ -124,7 +126,8 @@ class Collective:
     tensor: torch.Tensor
     """What passes. Where it is on a GPU the device does it, on the stream of collectives."""
     operation: Callable[[Any], object]
-    """Given what the hosts' meeting before it has found out, or None. A torch.distributed.Work that it returns is waited for."""
+    """Given what the hosts' meeting before it has found out, or None. Of a tensor on the CPU it may return a torch.distributed.Work that is left to
+    wait for."""
     after: Sequence[Work] = ()
     """What has to be over on this rank first."""
     holds: Sequence[torch.Tensor] = ()
@@ -213,22 +216,25 @@ class Issuer:
     def close(self, limit_s: float | None = None) -> bool:
         """Do what was asked for first, unless a rank is lost. True when it has been done to its end, within `limit_s` or the ranks' timeout."""
         limit_s = self._timeout_s if limit_s is None else limit_s
+        closed = ClosedError("the engine is closed: its ranks do nothing together any more")
         self._turns.put(None)
         self._thread.join(limit_s if self._error is None else _LAST_WORDS_S)
-        is_over = not self._thread.is_alive() and self._has_aborted() and self._drain(limit_s)
+        has_ended = not self._thread.is_alive()
+        if not has_ended and self._fail(closed):  # it waits for a rank that does not come
+            self._thread.join(_LAST_WORDS_S)
+        is_drained = has_ended and self._drain(limit_s)
+        self._watch.close()  # after the device, which may hang where a rank is lost now
+        is_over = is_drained and self._has_aborted()
         if is_over:
             self._abort = _nothing_more  # it holds on to the process groups
-        self._watch.close()  # after the device, which may hang where a rank is lost now
-        self._error = self._error or ClosedError("the engine is closed: its ranks do nothing together any more")
+        self._error = self._error or closed
         return is_over
 
     def _has_aborted(self) -> bool:
-        """What was begun of it. A thread that comes out of it once Python has begun to end would abort the process."""
-        with self._lock:
-            aborter = self._aborter
-        if aborter is not None:
-            aborter.join(_LAST_WORDS_S)
-        return aborter is None or not aborter.is_alive()
+        """What was begun of it. Its thread must not come back once Python has begun to end: that aborts the process."""
+        if self._aborter is not None:
+            self._aborter.join(_LAST_WORDS_S)
+        return self._aborter is None or not self._aborter.is_alive()
 
     def _drain(self, limit_s: float) -> bool:
         """Wait for what the device has. False where it does not end."""
@@ -356,9 +362,11 @@ class Issuer:
         return len(set(told[1::2])) == 1
 
     def _await(self, work: dist.Work, *held: object) -> None:
-        """Wait for gloo, or until a rank is lost: for one that was stopped gloo itself waits to the group's timeout.
+        """Wait for gloo, or until a rank is lost: for one that was stopped gloo itself waits to the group's timeout, and this thread must not come
+        back once Python has begun to end, which aborts the process.
 
-        What it has `held` until then is kept for good: its thread would let go of it last, which aborts a process whose Python has begun to end.
+        What gloo has `held` until then is not let go of any more, not at Python's end either, which empties every module: tensors, as the last to
+        do so would be gloo's thread, with the same end; and the group, as that waits for what is in it.
         """
         while True:
             began = time.monotonic()
@@ -398,17 +406,25 @@ class Issuer:
         return error
 
     def lose(self, error: InfinityError) -> None:
-        """Whoever waits raises it, now and from now on."""
-        self._watch.tell(self._begun, f"{FAILED}{error}")
+        """Whoever waits raises it, now and from now on; or what there was before it."""
+        if self._fail(error, told=f"{FAILED}{error}") and self._motions is not None:
+            aborter = threading.Thread(target=self._abort_device, name="infinity-abort", daemon=True)  # it may take long, and never end
+            with suppress(RuntimeError):  # Python has begun to end
+                aborter.start()
+                self._aborter = aborter
+
+    def _fail(self, error: InfinityError, told: str | None = None) -> bool:
+        """Whether it is the first. Other ranks read what is `told`."""
         with self._lock:
-            is_first, self._error = self._error is None, self._error or error
-            works = list(self._waiting)
+            if self._error is not None:
+                return False
+            self._error = error
+            if told is not None:
+                self._watch.tell(self._begun, told)
+            for work in self._waiting:
+                work.fail(error)
             self._waiting.clear()
-            for work in works:
-                work.fail(self._error)
-            if is_first and self._motions is not None:
-                self._aborter = threading.Thread(target=self._abort_device, name="infinity-abort", daemon=True)  # it may take long, and never end
-                self._aborter.start()
+        return True
 
     def _abort_device(self) -> None:
         try:

@@ -214,9 +214,9 @@ class Ranks:
     # -- one collective ----------------------------------------------------------------------------------------------
 
     def _gathering(self, gather: Gather) -> Collective:
-        full, group, is_gloos = gather.full, self._shards, not gather.full.is_cuda
+        full, group, on_cpu = gather.full, self._shards, not gather.full.is_cuda
         own = full[_slice(self.shard(full.numel()))] if gather.own is None else gather.own
-        operation = partial(all_gather, full, own, group=group, async_op=is_gloos)
+        operation = partial(all_gather, full, own, group=group, async_op=on_cpu)
         return Collective(f"gather of {gather.name}", full, lambda _: operation(), gather.after, holds=(full, own))
 
     def _average(self, full: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infinity.errors import ConfigError, InfinityError, MoverError, RankError, TraceError
+from infinity.errors import ClosedError, ConfigError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
 from infinity.optim.promise import Promise
 from infinity.sharding.groups import _HOLDS_INTERPRETER, leave_world
@@ -325,6 +325,10 @@ def test_a_rank_that_is_killed_or_stopped_is_named_by_the_others(tmp_path, world
         assert outcome.error.startswith(f"RankError: rank {lost} has not been heard of for") and BETWEEN in outcome.error
 
 
+def threads_left():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
+
+
 def outlive(rank, world_size, has_met):
     """Threads of the engine's that are left when a rank was stopped and the others have closed theirs: before they meet, or as they pass data."""
     ranks = ranks_of(timeout_s=TIMEOUT_S)
@@ -336,7 +340,7 @@ def outlive(rank, world_size, has_met):
     with pytest.raises(RankError, match="rank 1 has not been heard of"):
         ranks.gather(torch.zeros(world_size), "second").wait()
     ranks.close()
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
+    return threads_left()
 
 
 @pytest.mark.parametrize("has_met", [False, True])
@@ -346,6 +350,26 @@ def test_ranks_that_have_lost_one_do_not_wait_for_gloos_own_timeout(has_met):
         for rank in (0, 2):
             outcome = running.outcome(rank)
             assert (outcome.value, outcome.error) == ([], "")
+
+
+def give_up(rank, world_size):
+    """The same where a rank lives, and comes later than the other waits for it in its close."""
+    ranks = ranks_of()
+    ranks.gather(torch.zeros(world_size), "first").wait()
+    if rank == 1:
+        dist.barrier()
+        return None
+    work = ranks.gather(torch.zeros(world_size), "second")
+    ranks.close(0.5)
+    with pytest.raises(ClosedError):
+        work.wait()
+    left = threads_left()
+    dist.barrier()
+    return left
+
+
+def test_a_close_that_does_not_wait_any_longer_leaves_no_thread_to_come_back():
+    assert run_ranks(give_up, 2)[0] == []
 
 
 def stall(rank, world_size):
@@ -385,23 +409,27 @@ def test_no_thread_of_the_ranks_is_left_after_close():
 
 
 def go_on_after_the_program(rank, world_size):
-    """(names of groups that torch knows before the program destroys all, what ranks do afterwards)"""
-    ranks = join_ranks("cpu", timeout_s=30.0, timeline=Timeline(), shard_group=1)
-    known = [told["pg_name"] for told in dist.distributed_c10d._world.pg_config_info]
+    """(names of groups that torch knows before the program destroys its own, which of them that shuts down, what ranks do afterwards)"""
+    ranks = join_ranks("cpu", timeout_s=30.0, timeline=Timeline(), shard_group=2)
+    world = dist.distributed_c10d._world
+    known = [told["pg_name"] for told in world.pg_config_info]
+    shut_down = [name for group, name in world.pg_names.items() if isinstance(group, dist.ProcessGroup)]
     dist.destroy_process_group()
-    mean = torch.tensor([rank + 1.0])
+    mean, full = torch.full((2,), rank + 1.0), torch.full((2,), float(rank))
     ranks.average(mean, "u").wait(30)
-    told = mean.item(), ranks.everybodys(rank, "u")
+    ranks.gather(full, "u").wait(30)
+    told = mean[ranks.shard_rank].item(), full.tolist(), ranks.everybodys(rank, "u")
     with pytest.raises(TraceError, match="'mean of 0' on rank 0; 'mean of 1' on rank 1"):
         ranks.average(mean, f"{rank}").wait(30)
     ranks.close()
-    return known, told
+    return known, shut_down, told
 
 
 def test_ranks_go_on_and_close_when_the_program_has_destroyed_all_groups():
-    for known, told in run_ranks(go_on_after_the_program, 2):
+    for rank, (known, shut_down, told) in enumerate(run_ranks(go_on_after_the_program, 4)):
         assert len(set(known)) == 4, "the program's, everyone's, the shards' and the replicas'"
-        assert told == (1.5, [0, 1])
+        assert shut_down == known[:1]
+        assert told == (2.5, [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3])
 
 
 def leave_early(rank, world_size):
