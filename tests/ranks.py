@@ -95,6 +95,24 @@ def torchrun(folder, *program):
         process.communicate(timeout=60)
 
 
+@contextmanager
+def unwatched(folder, *program):
+    """The same by rank, with nobody to end one because the other is lost, as torchrun does."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    everyones = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    processes = []
+    try:
+        for rank in ("0", "1"):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            environment = {**os.environ, **everyones, **own}
+            processes.append(subprocess.Popen([sys.executable, *program], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
 def _main(function, rank, world_size, port, timeout_s, pipe, args):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)

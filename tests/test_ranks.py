@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -30,7 +28,7 @@ from infinity.runtime.fetches import Fetch
 from infinity.runtime.scheduler import Scheduler
 from infinity.sharding.issuer import Issuer, RankWork
 from infinity.sharding.stages import STAGES, state_bytes
-from tests.ranks import TIMEOUT_S, job, run_ranks, torchrun
+from tests.ranks import TIMEOUT_S, job, run_ranks, torchrun, unwatched
 
 PLACEMENTS = {
     "cpu": {"param": "cpu", "grad": "cpu", "optimizer": "cpu"},
@@ -962,17 +960,6 @@ for step in range(1000):
 def test_a_program_that_has_lost_a_rank_ends_with_its_error_and_not_by_a_signal(tmp_path, device, how):
     """Python takes longer to end than gloo waits, or than what aborts NCCL takes."""
     (tmp_path / "program.py").write_text(STOPS)
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ranks = []
-    try:
-        for rank in ("0", "1"):
-            own = {"OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            command = [sys.executable, "program.py", device, str(int(how))]
-            ranks.append(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **where, **own}, stderr=subprocess.PIPE, text=True))
-        _, errors = ranks[0].communicate(timeout=120)
-        assert ranks[0].returncode == 1 and "RankError: rank 1 has not been heard of" in errors, errors
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    with unwatched(tmp_path, "program.py", device, str(int(how))) as (first, _):
+        _, errors = first.communicate(timeout=120)
+    assert first.returncode == 1 and "RankError: rank 1 has not been heard of" in errors, errors

@@ -26,7 +26,7 @@ from infinity.sharding.groups import COLLECTIVE, all_gather, tell
 from infinity.sharding.watch import FAILED, SharedStore, Watch
 from infinity.storage.motions import Motion, Motions
 from infinity.storage.streams import OnStream
-from infinity.storage.work import Work, follow
+from infinity.storage.work import Work, follow, join
 from infinity.timeline import Timeline
 
 logger = logging.getLogger("infinity")
@@ -205,13 +205,12 @@ class Issuer:
     def settle(self, timeout_s: float) -> None:
         """Wait until all that was asked for is over, however it went. Raises MoverError at the deadline."""
         with self._lock:
-            works = list(self._waiting)
-        for work in works:
-            try:
-                work.wait(timeout_s)
-            except Exception:
-                if not work.is_completed():
-                    raise
+            asked = join(self._waiting)
+        try:
+            asked.wait(timeout_s)
+        except Exception:
+            if not asked.is_completed():
+                raise
 
     def close(self, limit_s: float | None = None) -> bool:
         """Do what was asked for first, unless a rank is lost. True when it has been done to its end, within `limit_s` or the ranks' timeout."""

@@ -214,10 +214,13 @@ class Ranks:
     # -- one collective ----------------------------------------------------------------------------------------------
 
     def _gathering(self, gather: Gather) -> Collective:
-        full, group, on_cpu = gather.full, self._shards, not gather.full.is_cuda
+        full, group = gather.full, self._shards
         own = full[_slice(self.shard(full.numel()))] if gather.own is None else gather.own
-        operation = partial(all_gather, full, own, group=group, async_op=on_cpu)
-        return Collective(f"gather of {gather.name}", full, lambda _: operation(), gather.after, holds=(full, own))
+
+        def operation(_: None) -> object:
+            return all_gather(full, own, group=group, async_op=not full.is_cuda)
+
+        return Collective(f"gather of {gather.name}", full, operation, gather.after, holds=(full, own))
 
     def _average(self, full: Tensor) -> Tensor:
         """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""
