@@ -941,11 +941,12 @@ import infinity
 
 class Last:
     def __del__(self):
-        time.sleep(3)
+        time.sleep(3 * timeout_s)
 
 
 builtins.last = Last()
-engine = infinity.initialize(tiny_gpt(), {"device": sys.argv[1], "budgets": {"cpu": "64MiB"}, "zero": {"timeout_s": 1.0}})
+timeout_s = float(sys.argv[3])
+engine = infinity.initialize(tiny_gpt(), {"device": sys.argv[1], "budgets": {"cpu": "64MiB"}, "zero": {"timeout_s": timeout_s}})
 for step in range(1000):
     engine.model(torch.zeros(2, 8, dtype=torch.long, device=engine.device)).backward()
     engine.optimizer.step()
@@ -955,11 +956,33 @@ for step in range(1000):
 
 
 @pytest.mark.parametrize(
-    ("device", "how"), [("cpu", signal.SIGSTOP), *(pytest.param("cuda", how, marks=pytest.mark.gpu) for how in (signal.SIGSTOP, signal.SIGKILL))]
+    ("device", "how", "timeout_s"),
+    [("cpu", signal.SIGSTOP, 1.0), *(pytest.param("cuda", how, TIMEOUT_S, marks=pytest.mark.gpu) for how in (signal.SIGSTOP, signal.SIGKILL))],
 )
-def test_a_program_that_has_lost_a_rank_ends_with_its_error_and_not_by_a_signal(tmp_path, device, how):
+def test_a_program_that_has_lost_a_rank_ends_with_its_error_and_not_by_a_signal(tmp_path, device, how, timeout_s):
     """Python takes longer to end than gloo waits, or than what aborts NCCL takes."""
     (tmp_path / "program.py").write_text(STOPS)
-    with unwatched(tmp_path, "program.py", device, str(int(how))) as (first, _):
+    with unwatched(tmp_path, "program.py", device, str(int(how)), str(timeout_s)) as (first, _):
         _, errors = first.communicate(timeout=120)
     assert first.returncode == 1 and "RankError: rank 1 has not been heard of" in errors, errors
+
+
+STARTS_LATE = """
+import os
+import time
+
+from models import tiny_gpt
+
+import infinity
+
+time.sleep(3.0 * int(os.environ["RANK"]))
+with infinity.initialize(tiny_gpt(), {"device": "cpu", "budgets": {"cpu": "64MiB"}, "zero": {"timeout_s": 1.0}}):
+    pass
+"""
+
+
+def test_a_rank_that_starts_later_than_ranks_wait_for_each_other_is_waited_for(tmp_path):
+    (tmp_path / "program.py").write_text(STARTS_LATE)
+    with unwatched(tmp_path, "program.py") as processes:
+        ends = [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
+    assert ends == [("", 0)] * 2

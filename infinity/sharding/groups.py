@@ -39,6 +39,9 @@ _kept: list[Any] = []
 _FIRST_BYTES = 1 << 20
 """Of each rank in the first collectives."""
 
+_START_S = 120.0
+"""Ranks wait at least so long for each other to start: what one imports from a cold disk, another has in memory."""
+
 COLLECTIVE = 2
 """Timeouts after which a collective gives up: by then the watch has named who is dead, also where others have waited for it before it died."""
 
@@ -305,7 +308,7 @@ def _make_world(timeout_s: float) -> None:
         raise ConfigError(f"WORLD_SIZE is {wanted['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the ranks with torchrun")
     try:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout_s, _START_S)))
     except Exception as error:
         raise ConfigError(f"no process group of {wanted['WORLD_SIZE']} ranks at {wanted['MASTER_ADDR']}:{wanted['MASTER_PORT']}: {error}") from error
 
