@@ -937,6 +937,7 @@ import torch
 from models import tiny_gpt
 
 import infinity
+from infinity.sharding.ranks import Ranks
 
 
 class Last:
@@ -945,24 +946,32 @@ class Last:
 
 
 builtins.last = Last()
-timeout_s = float(sys.argv[3])
-engine = infinity.initialize(tiny_gpt(), {"device": sys.argv[1], "budgets": {"cpu": "64MiB"}, "zero": {"timeout_s": timeout_s}})
+device, how, place, timeout_s = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+engine = infinity.initialize(tiny_gpt(), {"device": device, "budgets": {"cpu": "64MiB"}, "zero": {"timeout_s": timeout_s}})
 for step in range(1000):
     engine.model(torch.zeros(2, 8, dtype=torch.long, device=engine.device)).backward()
     engine.optimizer.step()
-    if step == 2 and engine.rank == 1:
-        os.kill(os.getpid(), int(sys.argv[2]))
+    if step == 2 and engine.rank == 1 and place == "after a step":
+        os.kill(os.getpid(), how)
+    if step == 2 and engine.rank == 1:  # the others have begun it then
+        Ranks._average = lambda self, full: os.kill(os.getpid(), how)
 """
 
 
 @pytest.mark.parametrize(
-    ("device", "how", "timeout_s"),
-    [("cpu", signal.SIGSTOP, 1.0), *(pytest.param("cuda", how, TIMEOUT_S, marks=pytest.mark.gpu) for how in (signal.SIGSTOP, signal.SIGKILL))],
+    ("device", "how", "place", "timeout_s"),
+    [
+        ("cpu", signal.SIGSTOP, "after a step", 2.0),
+        ("cpu", signal.SIGSTOP, "in a reduce", 2.0),
+        pytest.param("cuda", signal.SIGSTOP, "after a step", TIMEOUT_S, marks=pytest.mark.gpu),
+        pytest.param("cuda", signal.SIGKILL, "after a step", TIMEOUT_S, marks=pytest.mark.gpu),
+        pytest.param("cuda", signal.SIGSTOP, "in a reduce", TIMEOUT_S, marks=pytest.mark.gpu),
+    ],
 )
-def test_a_program_that_has_lost_a_rank_ends_with_its_error_and_not_by_a_signal(tmp_path, device, how, timeout_s):
+def test_a_program_that_has_lost_a_rank_ends_with_its_error_and_not_by_a_signal(tmp_path, device, how, place, timeout_s):
     """Python takes longer to end than gloo waits, or than what aborts NCCL takes."""
     (tmp_path / "program.py").write_text(STOPS)
-    with unwatched(tmp_path, "program.py", device, str(int(how)), str(timeout_s)) as (first, _):
+    with unwatched(tmp_path, "program.py", device, str(int(how)), place, str(timeout_s)) as (first, _):
         _, errors = first.communicate(timeout=120)
     assert first.returncode == 1 and "RankError: rank 1 has not been heard of" in errors, errors
 

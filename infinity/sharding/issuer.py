@@ -9,11 +9,10 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -44,13 +43,15 @@ _GLANCE_S = 0.25
 """At whether a rank is lost, while gloo waits for it."""
 
 _LAST_WORDS_S = 1.0
-"""For the thread to end after an error: it comes to an end unless it is in a reduce, among hosts that tell each other more, or a device hangs. And
-for the device's abort."""
+"""For the thread to end after an error: it comes to an end unless hosts are telling each other what has no size before, or a device hangs. And for
+the device's abort."""
 
 _LOOK_EVERY_S = 1.0
 """At what the device has, while nothing is asked for."""
 
 T = TypeVar("T")
+Steps = Generator[dist.Work | None, None, T]
+"""What ranks do one after the other on the way to a T: each is over before the next is asked for. None is left to the device."""
 
 
 def longest_wait_s(timeout_s: float) -> float:
@@ -125,9 +126,8 @@ class Collective:
     name: str
     tensor: torch.Tensor
     """What passes. Where it is on a GPU the device does it, on the stream of collectives."""
-    operation: Callable[[Any], object]
-    """Given what the hosts' meeting before it has found out, or None. Of a tensor on the CPU it may return a torch.distributed.Work that is left to
-    wait for."""
+    operation: Callable[[Any], Steps[object]]
+    """Given what the hosts' meeting before it has found out, or None."""
     after: Sequence[Work] = ()
     """What has to be over on this rank first."""
     holds: Sequence[torch.Tensor] = ()
@@ -142,7 +142,7 @@ class Meeting:
     """The process group whose ranks do them together."""
     number: int = 0
     """Of 64 bits with its sign, compared with the names."""
-    first: Callable[[], Any] | None = None
+    first: Callable[[], Steps[Any]] | None = None
     """What the hosts do where not all of them have the same `number`."""
     is_patient: bool = False
     """It begins once every rank has come to it, however long that takes."""
@@ -225,7 +225,7 @@ class Issuer:
         self._watch.close()  # after the device, which may hang where a rank is lost now
         is_over = is_drained and self._has_aborted()
         if is_over:
-            self._abort = _nothing_more  # it holds on to the process groups
+            self._abort = _do_not_abort  # it holds on to the process groups
         self._error = self._error or closed
         return is_over
 
@@ -274,25 +274,25 @@ class Issuer:
             self.lose(RankError(f"all ranks have come to {oldest.name}, which was not over on the device of rank {self._rank} within {limit_s:g} s"))
 
     def _take_turn(self, turn: _Turn) -> None:
-        agree: Callable[[], Any] = partial(self._agree, turn)
+        agreement: Steps[Any] = self._agree(turn)
         while turn.left:
             work, collective = turn.left.popleft()
             if work.has_failed():  # a rank was lost before, and all the others have failed too
                 return
-            outcome = self._do(work, collective, agree, turn.meeting)
+            outcome = self._do(work, collective, agreement, turn.meeting)
             if isinstance(outcome, InfinityError):
                 self.lose(outcome)
                 return
             work.begin(outcome)
             self._forget_completed()
-            agree = _nothing_more
+            agreement = nothing()
 
     def _forget_completed(self) -> None:
         with self._lock:
             while self._waiting and (oldest := next(iter(self._waiting))).is_completed():
                 del self._waiting[oldest]
 
-    def _do(self, work: RankWork, collective: Collective, agree: Callable[[], Any], meeting: Meeting) -> Motion | InfinityError | None:
+    def _do(self, work: RankWork, collective: Collective, agreement: Steps[Any], meeting: Meeting) -> Motion | InfinityError | None:
         """One collective, to its end or up to where the device has it. What goes wrong beside it, in what it waits for or leads to, is this
         rank's own error, and the others' loss."""
         began = time.monotonic()
@@ -301,9 +301,9 @@ class Issuer:
         try:
             motion = None
             if collective.tensor.is_cuda:
-                motion = self._queue(collective, agree)
+                motion = self._queue(collective, agreement, meeting)
             else:
-                self._perform(collective, agree, meeting)
+                self._perform(collective, agreement, meeting)
         except InfinityError as error:
             return error
         except Exception as error:
@@ -311,31 +311,36 @@ class Issuer:
         self._watch.tell(self._begun, BETWEEN)
         return motion
 
-    def _perform(self, collective: Collective, agree: Callable[[], Any], meeting: Meeting) -> None:
+    def _perform(self, collective: Collective, agreement: Steps[Any], meeting: Meeting) -> None:
         """From beginning to end."""
         for motion in collective.after:
             motion.wait()
         if meeting.is_patient:
             self._meet()
         with self._timeline.span(Lane.COMM, collective.name, collective.tensor.nbytes):
-            work = collective.operation(agree())
-            if isinstance(work, dist.Work):
-                self._await(work, collective, meeting.among)
+            told = self._follow(agreement, meeting.among)
+            self._follow(collective.operation(told), meeting.among)
 
-    def _queue(self, collective: Collective, agree: Callable[[], Any]) -> Motion:
+    def _queue(self, collective: Collective, agreement: Steps[Any], meeting: Meeting) -> Motion:
         """On the stream of collectives, once every rank's host has come to its turn."""
         assert self._motions is not None
         with OnStream(self._motions.stream(Lane.COMM)):
             for motion in collective.after:
                 follow(motion)
-        told = agree()
-        return self._motions.run(Lane.COMM, collective.name, collective.tensor.nbytes, lambda: collective.operation(told), collective.holds)
+        told = self._follow(agreement, meeting.among)
 
-    def _agree(self, turn: _Turn) -> Any:
+        def operation() -> None:
+            self._follow(collective.operation(told), meeting.among)
+
+        return self._motions.run(Lane.COMM, collective.name, collective.tensor.nbytes, operation, collective.holds)
+
+    def _agree(self, turn: _Turn) -> Steps[Any]:
         """What the ranks have come to is the same on all; then what they tell each other."""
         meeting = turn.meeting
-        is_same = self._compare(turn.names, meeting.number, meeting.among)
-        return None if is_same or meeting.first is None else meeting.first()
+        is_same = yield from self._compare(turn.names, meeting.number, meeting.among)
+        if is_same or meeting.first is None:
+            return None
+        return (yield from meeting.first())
 
     def _meet(self) -> None:
         """Wait until every rank has come to this collective, or one is lost."""
@@ -347,25 +352,35 @@ class Issuer:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _compare(self, names: Sequence[str], number: int, group: Any) -> bool:
+    def _compare(self, names: Sequence[str], number: int, group: Any) -> Steps[bool]:
         """Whether all ranks have the same number. Raises TraceError, on all of them, where they have come to different collectives: of gathers of
         equal size nobody else would notice. RankError where one has come to its failure instead.
         """
         mine = torch.tensor([zlib.crc32("\n".join(names).encode()), number])
         everybodys = torch.empty(dist.get_world_size(group) * len(mine), dtype=mine.dtype)
-        self._await(all_gather(everybodys, mine, group=group, async_op=True), everybodys, mine, group)
+        yield all_gather(everybodys, mine, group=group, async_op=True)
         told = everybodys.tolist()
         if len(set(told[::2])) > 1:
             ranks, turns = zip(*tell(group, (self._rank, names)), strict=True)
             self._refuse(turns, ranks)
         return len(set(told[1::2])) == 1
 
+    def _follow(self, steps: Steps[T], group: Any) -> T:
+        """To their end, or until a rank of the group is lost."""
+        while True:
+            try:
+                work = next(steps)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            if work is not None:
+                self._await(work, steps, group)
+
     def _await(self, work: dist.Work, *held: object) -> None:
         """Wait for gloo, or until a rank is lost: for one that was stopped gloo itself waits to the group's timeout, and this thread must not come
         back once Python has begun to end, which aborts the process.
 
-        What gloo has `held` until then is not let go of any more, not at Python's end either, which empties every module: tensors, as the last to
-        do so would be gloo's thread, with the same end; and the group, as that waits for what is in it.
+        What gloo has then is not let go of any more, not at Python's end either, which empties every module: tensors, with the steps `held` that
+        have them, as the last to do so would be gloo's thread, with the same end; and the group, as that waits for what is in it.
         """
         while True:
             began = time.monotonic()
@@ -432,8 +447,13 @@ class Issuer:
             logger.warning("what is queued between the ranks' GPUs could not be ended: %s", error)
 
 
-def _nothing_more() -> None:
+def nothing() -> Steps[None]:
     """What ranks tell each other in the middle of a turn."""
+    yield from ()
+
+
+def _do_not_abort() -> None:
+    """What there is to end once the groups are gone."""
 
 
 def distinct(values: Sequence[T]) -> list[T]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, InfinityError, RankError
 from infinity.sharding.groups import ALONE_HERE, Groups, all_gather, join_groups, reduce_scatter, tell
-from infinity.sharding.issuer import Collective, Issuer, Meeting, distinct, named_ranks
+from infinity.sharding.issuer import Collective, Issuer, Meeting, Steps, distinct, named_ranks, nothing
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import FAILED
 from infinity.storage.stream_work import stream_work
@@ -114,8 +114,9 @@ class Ranks:
             then(full, members)
             return COMPLETED
 
-        def mean(union: frozenset[int] | None) -> None:
-            then(self._average(full), members if union is None else union)
+        def mean(union: frozenset[int] | None) -> Steps[None]:
+            own = yield from self._average(full)
+            then(own, members if union is None else union)
 
         collective = Collective(f"reduce of {name}", full, mean, [stream_work(full.device)])
         return self._ask(collective, Meeting(self._group, _digest(members), partial(self._union, members, count)))
@@ -147,7 +148,11 @@ class Ranks:
     def broadcast(self, tensor: Tensor, name: str) -> Work:
         """Once the work is over, everybody's `tensor` (contiguous, on the CPU, of any dtype) is rank 0's to the bit."""
         flat = tensor.view(-1).view(torch.uint8)
-        return self._ask(Collective(f"broadcast of {name}", tensor, lambda _: dist.broadcast(flat, src=0, group=self._group, async_op=True)))
+
+        def operation(_: None) -> Steps[None]:
+            yield dist.broadcast(flat, src=0, group=self._group, async_op=True)
+
+        return self._ask(Collective(f"broadcast of {name}", tensor, operation))
 
     def everybodys(self, value: T, name: str) -> list[T]:
         """What each rank has under this name, by rank; anything that pickles. Waits."""
@@ -183,7 +188,7 @@ class Ranks:
         except Exception as error:
             with suppress(InfinityError):  # the others', which this one has caused; or that which the body ended with
                 told = f"{FAILED}{what} failed on rank {self.rank}: {type(error).__name__}: {error}"
-                self._ask(Collective(told, _NOTHING, lambda _: None)).wait()
+                self._ask(Collective(told, _NOTHING, lambda _: nothing())).wait()
             raise
         self.everybodys(None, what)
 
@@ -217,29 +222,40 @@ class Ranks:
         full, group = gather.full, self._shards
         own = full[_slice(self.shard(full.numel()))] if gather.own is None else gather.own
 
-        def operation(_: None) -> object:
-            return all_gather(full, own, group=group, async_op=not full.is_cuda)
+        def operation(_: None) -> Steps[None]:
+            yield all_gather(full, own, group=group, async_op=self._is_left_to_wait_for(full))
 
         return Collective(f"gather of {gather.name}", full, operation, gather.after, holds=(full, own))
 
-    def _average(self, full: Tensor) -> Tensor:
+    def _average(self, full: Tensor) -> Steps[Tensor]:
         """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""
         own = full[_slice(self.shard(full.numel()))]
+        is_left = self._is_left_to_wait_for(full)
         if full.is_cuda:
             full.record_stream(torch.cuda.current_stream(full.device))  # whoever let go of it made it on another
         full.div_(self.world_size)
-        if self.shard_size > 1:
+        if self.shard_size > 1 and is_left:  # gloo's reduce-scatter is an all-reduce too, of a copy, and no limit ends waiting for it
+            yield dist.all_reduce(full, group=self._shards, async_op=True)
+        elif self.shard_size > 1:
             reduce_scatter(own, full, group=self._shards)
         if self._replicas is not None:
-            dist.all_reduce(own, group=self._replicas)
+            yield dist.all_reduce(own, group=self._replicas, async_op=is_left)
         return own
+
+    def _is_left_to_wait_for(self, tensor: Tensor) -> bool:
+        """Whether a collective of it is, once it has been called: gloo's. Those of NCCL are left to the stream."""
+        return not (tensor.is_cuda and self._groups is not None and self._groups.uses_nccl)
 
     def _exchange(self, value: T, name: str, *, is_patient: bool = False) -> list[T]:
         if self._issuer is None:
             return [value]
         values: list[T] = []
-        collective = Collective(f"comparison of {name}", _NOTHING, lambda _: values.extend(tell(self._group, value)))
-        self._ask(collective, Meeting(self._group, is_patient=is_patient)).wait()
+
+        def operation(_: None) -> Steps[None]:
+            values.extend(tell(self._group, value))
+            yield from nothing()
+
+        self._ask(Collective(f"comparison of {name}", _NOTHING, operation), Meeting(self._group, is_patient=is_patient)).wait()
         return values
 
     def _begin_cells(self, mine: Tensor, name: str) -> tuple[Tensor, Work]:
@@ -247,12 +263,16 @@ class Ranks:
         if self._issuer is None:
             return mine, COMPLETED
         cells = torch.zeros(self.world_size, dtype=mine.dtype)
-        return cells, self._ask(Collective(name, cells, lambda _: all_gather(cells, mine, group=self._group, async_op=True)))
 
-    def _union(self, members: frozenset[int], count: int) -> frozenset[int]:
+        def operation(_: None) -> Steps[None]:
+            yield all_gather(cells, mine, group=self._group, async_op=True)
+
+        return cells, self._ask(Collective(name, cells, operation))
+
+    def _union(self, members: frozenset[int], count: int) -> Steps[frozenset[int]]:
         mask = torch.zeros(count, dtype=torch.uint8)
         mask[sorted(members)] = 1
-        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)
+        yield dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return frozenset(mask.nonzero().flatten().tolist())
 
     def _ask(self, collective: Collective, meeting: Meeting | None = None) -> Work:

@@ -14,7 +14,7 @@ import infinity
 from infinity.errors import CapacityError, InfinityError, RankError
 from infinity.kinds import Group, Lane, Tier
 from infinity.sharding.groups import Groups, Here, all_gather
-from infinity.sharding.issuer import Collective, Issuer, Meeting
+from infinity.sharding.issuer import Collective, Issuer, Meeting, nothing
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.stages import STAGES
 from infinity.storage.stream_work import stream_work
@@ -218,7 +218,7 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     torch.add(full, 3, out=full)
-    collective = Collective("gather", own, lambda _: all_gather(own, full, group=group), [stream_work(device)], holds=(own, full))
+    collective = Collective("gather", own, lambda _: iter([all_gather(own, full, group=group)]), [stream_work(device)], holds=(own, full))
     (gather,) = issuer.ask([collective], Meeting(group))
     gather.sync_current_stream()
     was_early = gather.is_completed()
@@ -229,7 +229,7 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     else:
         assert issuer.close()
     try:
-        issuer.ask([Collective("another", own, lambda _: None)], Meeting(group))
+        issuer.ask([Collective("another", own, lambda _: nothing())], Meeting(group))
         error = ""
     except InfinityError as told:
         error = str(told)

@@ -329,24 +329,32 @@ def threads_left():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
 
 
-def outlive(rank, world_size, has_met):
+def stop(_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def outlive(rank, world_size, place):
     """Threads of the engine's that are left when a rank was stopped and the others have closed theirs: before they meet, or as they pass data."""
     ranks = ranks_of(timeout_s=TIMEOUT_S)
     ranks.gather(torch.zeros(world_size), "first").wait()
-    if rank == 1 and has_met:
-        ranks._ask(Collective("gather of second", torch.zeros(1), lambda _: os.kill(os.getpid(), signal.SIGSTOP))).wait()
-    elif rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 1 and place == "before they meet":
+        stop(None)
+    if rank == 1 and place == "in a gather":
+        ranks._ask(Collective("gather of second", torch.zeros(1), stop)).wait()
+    if rank == 1:
+        ranks._average = stop
     with pytest.raises(RankError, match="rank 1 has not been heard of"):
-        ranks.gather(torch.zeros(world_size), "second").wait()
+        full = torch.zeros(world_size)
+        work = ranks.reduce(full, frozenset(), 1, "second", lambda *_: None) if place == "in a reduce" else ranks.gather(full, "second")
+        work.wait()
     ranks.close()
     return threads_left()
 
 
-@pytest.mark.parametrize("has_met", [False, True])
-def test_ranks_that_have_lost_one_do_not_wait_for_gloos_own_timeout(has_met):
+@pytest.mark.parametrize("place", ["before they meet", "in a gather", "in a reduce"])
+def test_ranks_that_have_lost_one_do_not_wait_for_gloos_own_timeout(place):
     """A thread that did would come back when Python has ended, which aborts the process."""
-    with job(outlive, 3, has_met) as running:
+    with job(outlive, 3, place) as running:
         for rank in (0, 2):
             outcome = running.outcome(rank)
             assert (outcome.value, outcome.error) == ([], "")
