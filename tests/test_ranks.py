@@ -978,20 +978,27 @@ def test_a_program_that_has_lost_a_rank_ends_with_its_error_and_not_by_a_signal(
 
 STARTS_LATE = """
 import os
+import sys
 import time
 
+import torch.distributed as dist
 from models import tiny_gpt
 
 import infinity
 
-time.sleep(3.0 * int(os.environ["RANK"]))
-with infinity.initialize(tiny_gpt(), {"device": "cpu", "budgets": {"cpu": "64MiB"}, "zero": {"timeout_s": 1.0}}):
+if sys.argv[1] == "after it has joined":
+    dist.init_process_group("gloo")
+time.sleep(5.0 * int(os.environ["RANK"]))
+with infinity.initialize(tiny_gpt(), {"device": "cpu", "budgets": {"cpu": "64MiB"}, "zero": {"timeout_s": 2.0}}):
     pass
+if dist.is_initialized():
+    dist.destroy_process_group()
 """
 
 
-def test_a_rank_that_starts_later_than_ranks_wait_for_each_other_is_waited_for(tmp_path):
+@pytest.mark.parametrize("when", ["from the beginning", "after it has joined"])
+def test_a_rank_that_starts_later_than_ranks_wait_for_each_other_is_waited_for(tmp_path, when):
     (tmp_path / "program.py").write_text(STARTS_LATE)
-    with unwatched(tmp_path, "program.py") as processes:
+    with unwatched(tmp_path, "program.py", when) as processes:
         ends = [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
     assert ends == [("", 0)] * 2

@@ -40,7 +40,7 @@ _FIRST_BYTES = 1 << 20
 """Of each rank in the first collectives."""
 
 _START_S = 120.0
-"""Ranks wait at least so long for each other to start: what one imports from a cold disk, another has in memory."""
+"""Ranks wait at least so long for each other while they join, when nobody beats yet: what one imports from a cold disk, another has in memory."""
 
 COLLECTIVE = 2
 """Timeouts after which a collective gives up: by then the watch has named who is dead, also where others have waited for it before it died."""
@@ -150,7 +150,7 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
     if world_size == 1:
         return None
     size = shard_size(world_size, shard_group)
-    limit = timedelta(seconds=COLLECTIVE * timeout_s)
+    limit = timedelta(seconds=max(COLLECTIVE * timeout_s, _START_S))
     everyone = _mine([range(world_size)], "gloo", limit)
     try:
         here = _meet(everyone, size)
@@ -225,7 +225,7 @@ def _card(device: torch.device) -> str:
 
 
 def tell(group: Any, mine: T) -> list[T]:
-    """What each rank of the group has, in its order; anything that pickles."""
+    """What each rank of the group has, in its order; anything that pickles. Waits."""
     told: list[Any] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(told, mine, group=group)
     return told

@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from infinity.errors import ClosedError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
-from infinity.sharding.groups import COLLECTIVE, all_gather, tell
+from infinity.sharding.groups import COLLECTIVE, all_gather
+from infinity.sharding.steps import Step, Steps, no_steps, telling
 from infinity.sharding.watch import FAILED, SharedStore, Watch
 from infinity.storage.motions import Motion, Motions
 from infinity.storage.streams import OnStream
@@ -43,15 +44,12 @@ _GLANCE_S = 0.25
 """At whether a rank is lost, while gloo waits for it."""
 
 _LAST_WORDS_S = 1.0
-"""For the thread to end after an error: it comes to an end unless hosts are telling each other what has no size before, or a device hangs. And for
-the device's abort."""
+"""For the thread to end after an error: it does, unless a device hangs. And for the device's abort."""
 
 _LOOK_EVERY_S = 1.0
 """At what the device has, while nothing is asked for."""
 
 T = TypeVar("T")
-Steps = Generator[dist.Work | None, None, T]
-"""What ranks do one after the other on the way to a T: each is over before the next is asked for. None is left to the device."""
 
 
 def longest_wait_s(timeout_s: float) -> float:
@@ -285,7 +283,7 @@ class Issuer:
                 return
             work.begin(outcome)
             self._forget_completed()
-            agreement = nothing()
+            agreement = no_steps()
 
     def _forget_completed(self) -> None:
         with self._lock:
@@ -301,7 +299,7 @@ class Issuer:
         try:
             motion = None
             if collective.tensor.is_cuda:
-                motion = self._queue(collective, agreement, meeting)
+                motion = self._queue(collective, agreement)
             else:
                 self._perform(collective, agreement, meeting)
         except InfinityError as error:
@@ -318,21 +316,17 @@ class Issuer:
         if meeting.is_patient:
             self._meet()
         with self._timeline.span(Lane.COMM, collective.name, collective.tensor.nbytes):
-            told = self._follow(agreement, meeting.among)
-            self._follow(collective.operation(told), meeting.among)
+            self._finish(collective.operation(self._finish(agreement)))
 
-    def _queue(self, collective: Collective, agreement: Steps[Any], meeting: Meeting) -> Motion:
+    def _queue(self, collective: Collective, agreement: Steps[Any]) -> Motion:
         """On the stream of collectives, once every rank's host has come to its turn."""
         assert self._motions is not None
         with OnStream(self._motions.stream(Lane.COMM)):
             for motion in collective.after:
                 follow(motion)
-        told = self._follow(agreement, meeting.among)
-
-        def operation() -> None:
-            self._follow(collective.operation(told), meeting.among)
-
-        return self._motions.run(Lane.COMM, collective.name, collective.tensor.nbytes, operation, collective.holds)
+        told = self._finish(agreement)
+        nbytes = collective.tensor.nbytes
+        return self._motions.run(Lane.COMM, collective.name, nbytes, lambda: self._finish(collective.operation(told)), collective.holds)
 
     def _agree(self, turn: _Turn) -> Steps[Any]:
         """What the ranks have come to is the same on all; then what they tell each other."""
@@ -358,42 +352,43 @@ class Issuer:
         """
         mine = torch.tensor([zlib.crc32("\n".join(names).encode()), number])
         everybodys = torch.empty(dist.get_world_size(group) * len(mine), dtype=mine.dtype)
-        yield all_gather(everybodys, mine, group=group, async_op=True)
+        yield Step(all_gather(everybodys, mine, group=group, async_op=True), group, (everybodys, mine))
         told = everybodys.tolist()
         if len(set(told[::2])) > 1:
-            ranks, turns = zip(*tell(group, (self._rank, names)), strict=True)
+            ranks, turns = zip(*(yield from telling(group, (self._rank, names))), strict=True)
             self._refuse(turns, ranks)
         return len(set(told[1::2])) == 1
 
-    def _follow(self, steps: Steps[T], group: Any) -> T:
-        """To their end, or until a rank of the group is lost."""
+    def _finish(self, steps: Steps[T]) -> T:
+        """One after the other, to their end."""
         while True:
             try:
-                work = next(steps)
+                step = next(steps)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-            if work is not None:
-                self._await(work, steps, group)
+            if step.work is not None:
+                self._await(step, step.work)
 
-    def _await(self, work: dist.Work, *held: object) -> None:
+    def _await(self, step: Step, work: dist.Work) -> None:
         """Wait for gloo, or until a rank is lost: for one that was stopped gloo itself waits to the group's timeout, and this thread must not come
-        back once Python has begun to end, which aborts the process.
-
-        What gloo has then is not let go of any more, not at Python's end either, which empties every module: tensors, with the steps `held` that
-        have them, as the last to do so would be gloo's thread, with the same end; and the group, as that waits for what is in it.
+        back once Python has begun to end, which aborts the process. Raises TimeoutError where a rank lives and does not come, or is too slow.
         """
+        limit_s = COLLECTIVE * self._timeout_s
+        began = time.monotonic()
         while True:
-            began = time.monotonic()
+            glanced = time.monotonic()
             try:
                 work.wait(timedelta(seconds=_GLANCE_S))
                 return
             except RuntimeError:  # the glance is over, or gloo has failed
-                if time.monotonic() - began < _GLANCE_S / 2:
+                if time.monotonic() - glanced < _GLANCE_S / 2:
                     raise
                 if self._error is not None:
-                    for each in (work, *held):
-                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+                    _keep(step)
                     raise
+            if time.monotonic() - began > limit_s:
+                _keep(step)
+                raise TimeoutError(f"It was not over within {limit_s:g} s.")
 
     def _refuse(self, turns: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
         """What those ranks have come to differs."""
@@ -447,9 +442,11 @@ class Issuer:
             logger.warning("what is queued between the ranks' GPUs could not be ended: %s", error)
 
 
-def nothing() -> Steps[None]:
-    """What ranks tell each other in the middle of a turn."""
-    yield from ()
+def _keep(step: Step) -> None:
+    """What gloo has is not let go of any more, not at Python's end either, which empties every module: tensors, as the last to do so would be
+    gloo's thread, which then aborts the process; and the group, as that waits for what is in it."""
+    for each in (step.work, step.group, *step.tensors):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def _do_not_abort() -> None:

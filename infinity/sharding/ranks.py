@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity.errors import ConfigError, InfinityError, RankError
-from infinity.sharding.groups import ALONE_HERE, Groups, all_gather, join_groups, reduce_scatter, tell
-from infinity.sharding.issuer import Collective, Issuer, Meeting, Steps, distinct, named_ranks, nothing
+from infinity.sharding.groups import ALONE_HERE, Groups, all_gather, join_groups, reduce_scatter
+from infinity.sharding.issuer import Collective, Issuer, Meeting, distinct, named_ranks
 from infinity.sharding.layout import Interval
+from infinity.sharding.steps import Step, Steps, no_steps, telling
 from infinity.sharding.watch import FAILED
 from infinity.storage.stream_work import stream_work
 from infinity.storage.work import COMPLETED, Work, join
@@ -150,7 +151,7 @@ class Ranks:
         flat = tensor.view(-1).view(torch.uint8)
 
         def operation(_: None) -> Steps[None]:
-            yield dist.broadcast(flat, src=0, group=self._group, async_op=True)
+            yield Step(dist.broadcast(flat, src=0, group=self._group, async_op=True), self._group, (flat,))
 
         return self._ask(Collective(f"broadcast of {name}", tensor, operation))
 
@@ -188,7 +189,7 @@ class Ranks:
         except Exception as error:
             with suppress(InfinityError):  # the others', which this one has caused; or that which the body ended with
                 told = f"{FAILED}{what} failed on rank {self.rank}: {type(error).__name__}: {error}"
-                self._ask(Collective(told, _NOTHING, lambda _: nothing())).wait()
+                self._ask(Collective(told, _NOTHING, lambda _: no_steps())).wait()
             raise
         self.everybodys(None, what)
 
@@ -223,27 +224,27 @@ class Ranks:
         own = full[_slice(self.shard(full.numel()))] if gather.own is None else gather.own
 
         def operation(_: None) -> Steps[None]:
-            yield all_gather(full, own, group=group, async_op=self._is_left_to_wait_for(full))
+            yield Step(all_gather(full, own, group=group, async_op=self._is_gloos(full)), group, (full, own))
 
         return Collective(f"gather of {gather.name}", full, operation, gather.after, holds=(full, own))
 
     def _average(self, full: Tensor) -> Steps[Tensor]:
         """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""
         own = full[_slice(self.shard(full.numel()))]
-        is_left = self._is_left_to_wait_for(full)
+        is_gloos = self._is_gloos(full)
         if full.is_cuda:
             full.record_stream(torch.cuda.current_stream(full.device))  # whoever let go of it made it on another
         full.div_(self.world_size)
-        if self.shard_size > 1 and is_left:  # gloo's reduce-scatter is an all-reduce too, of a copy, and no limit ends waiting for it
-            yield dist.all_reduce(full, group=self._shards, async_op=True)
+        if self.shard_size > 1 and is_gloos:  # its reduce-scatter is an all-reduce too, of a copy, and no limit ends waiting for it
+            yield Step(dist.all_reduce(full, group=self._shards, async_op=True), self._shards, (full,))
         elif self.shard_size > 1:
             reduce_scatter(own, full, group=self._shards)
         if self._replicas is not None:
-            yield dist.all_reduce(own, group=self._replicas, async_op=is_left)
+            yield Step(dist.all_reduce(own, group=self._replicas, async_op=is_gloos), self._replicas, (own,))
         return own
 
-    def _is_left_to_wait_for(self, tensor: Tensor) -> bool:
-        """Whether a collective of it is, once it has been called: gloo's. Those of NCCL are left to the stream."""
+    def _is_gloos(self, tensor: Tensor) -> bool:
+        """Whether a collective of it is; those of NCCL are left to the stream."""
         return not (tensor.is_cuda and self._groups is not None and self._groups.uses_nccl)
 
     def _exchange(self, value: T, name: str, *, is_patient: bool = False) -> list[T]:
@@ -252,8 +253,7 @@ class Ranks:
         values: list[T] = []
 
         def operation(_: None) -> Steps[None]:
-            values.extend(tell(self._group, value))
-            yield from nothing()
+            values.extend((yield from telling(self._group, value)))
 
         self._ask(Collective(f"comparison of {name}", _NOTHING, operation), Meeting(self._group, is_patient=is_patient)).wait()
         return values
@@ -265,14 +265,14 @@ class Ranks:
         cells = torch.zeros(self.world_size, dtype=mine.dtype)
 
         def operation(_: None) -> Steps[None]:
-            yield all_gather(cells, mine, group=self._group, async_op=True)
+            yield Step(all_gather(cells, mine, group=self._group, async_op=True), self._group, (cells, mine))
 
         return cells, self._ask(Collective(name, cells, operation))
 
     def _union(self, members: frozenset[int], count: int) -> Steps[frozenset[int]]:
         mask = torch.zeros(count, dtype=torch.uint8)
         mask[sorted(members)] = 1
-        yield dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        yield Step(dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group, async_op=True), self._group, (mask,))
         return frozenset(mask.nonzero().flatten().tolist())
 
     def _ask(self, collective: Collective, meeting: Meeting | None = None) -> Work:

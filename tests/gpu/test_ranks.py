@@ -14,9 +14,10 @@ import infinity
 from infinity.errors import CapacityError, InfinityError, RankError
 from infinity.kinds import Group, Lane, Tier
 from infinity.sharding.groups import Groups, Here, all_gather
-from infinity.sharding.issuer import Collective, Issuer, Meeting, nothing
+from infinity.sharding.issuer import Collective, Issuer, Meeting
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.stages import STAGES
+from infinity.sharding.steps import Step, no_steps
 from infinity.storage.stream_work import stream_work
 from infinity.timeline import Timeline
 from tests.gpu.test_engine import distance
@@ -218,7 +219,11 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     torch.add(full, 3, out=full)
-    collective = Collective("gather", own, lambda _: iter([all_gather(own, full, group=group)]), [stream_work(device)], holds=(own, full))
+
+    def operation(_):
+        yield Step(all_gather(own, full, group=group), group, (own, full))
+
+    collective = Collective("gather", own, operation, [stream_work(device)], holds=(own, full))
     (gather,) = issuer.ask([collective], Meeting(group))
     gather.sync_current_stream()
     was_early = gather.is_completed()
@@ -229,7 +234,7 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     else:
         assert issuer.close()
     try:
-        issuer.ask([Collective("another", own, lambda _: nothing())], Meeting(group))
+        issuer.ask([Collective("another", own, lambda _: no_steps())], Meeting(group))
         error = ""
     except InfinityError as told:
         error = str(told)
