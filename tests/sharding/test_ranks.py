@@ -71,7 +71,7 @@ def everything(rank, world_size):
         "present": [present for _, present in reduced.values()],
         "total": ranks.total(0.1 * (rank + 1), "norm", is_sharded=True),
         "of rank 0": ranks.total(0.1 * (rank + 1), "norm", is_sharded=False),
-        "everybody": ranks.everybodys(f"rank {rank}", "x"),
+        "everybody": ranks.everybodys({rank: "x" * rank**5}, "x"),  # of every size
         "lanes": {span.lane for span in timeline.spans()},
     }
     ranks.close()
@@ -89,7 +89,7 @@ def test_collectives_of_real_processes(world_size):
             assert reduced == pytest.approx(wanted, rel=1e-6 if "32" in dtype else 2e-2), dtype
         assert values["told"] == {str(dtype): [0, 1, 0, 1, 0, 1, 0] for dtype in DTYPES}
         assert values["present"] == 3 * [{*range(world_size), 7}]
-        assert values["everybody"] == [f"rank {other}" for other in range(world_size)]
+        assert values["everybody"] == [{other: "x" * other**5} for other in range(world_size)]
     assert {values["of rank 0"] for values in found} == {0.1}
     assert len({values["total"] for values in found}) == 1 and found[0]["total"] == pytest.approx(0.1 * sum(range(1, world_size + 1)))
 
