@@ -216,8 +216,8 @@ class Zero(Section):
     each node and kept once per node, and between nodes only gradients travel, 1/N of them per rank. Costs memory: 1/N is of this N."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds that ranks wait for each other, and at least 120 to join. One that has died, or stopped, for so long ends the others with
-    an error that names it. Set it above the longest stretch that one rank spends alone, in a slow data loader for instance."""
+    """Seconds that ranks wait for each other, and 120 more to join. One that has died, or stopped, for so long ends the others with an error
+    that names it. Set it above the longest stretch that one rank spends alone, in a slow data loader for instance."""
 
 
 class Prefetch(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from infinity.device import choose_device
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.timeline import this_host
 
 logger = logging.getLogger("infinity")
@@ -40,7 +40,7 @@ _FIRST_BYTES = 1 << 20
 """Of each rank in the first collectives."""
 
 _START_S = 120.0
-"""Ranks wait at least so long for each other while they join, when nobody beats yet: what one imports from a cold disk, another has in memory."""
+"""For ranks to join, when nobody beats yet: what one imports from a cold disk, another has in memory."""
 
 COLLECTIVE = 2
 """Timeouts after which a collective gives up: by then the watch has named who is dead, also where others have waited for it before it died."""
@@ -150,27 +150,39 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
     if world_size == 1:
         return None
     size = shard_size(world_size, shard_group)
-    limit = timedelta(seconds=max(COLLECTIVE * timeout_s, _START_S))
-    everyone = _mine([range(world_size)], "gloo", limit)
-    try:
-        here = _meet(everyone, size)
-        own, backend, on_card = _choose_devices(everyone, device, here)
-    except BaseException:
-        _end([everyone])
-        raise
-    if own.type == "cuda":
-        torch.cuda.set_device(own)  # of the program's thread: "cuda" is this one from here on
-    if size == world_size and backend == "gloo":
-        return Groups(everyone, everyone, None, here, own, on_card, uses_nccl=False)
-    shards = _mine([range(start, start + size) for start in range(0, world_size, size)], backend, limit)
-    replicas = None if size == world_size else _mine([range(start, world_size, size) for start in range(size)], backend, limit)
-    groups = Groups(everyone, shards, replicas, here, own, on_card, uses_nccl="nccl" in backend)
-    try:
+    limit_s = _START_S + COLLECTIVE * timeout_s
+    with ExitStack() as made:
+        with _late_within(limit_s):
+            everyone = _mine([range(world_size)], "gloo", limit_s)
+            made.callback(_end, [everyone])
+            here = _meet(everyone, size)
+            own, backend, on_card = _choose_devices(everyone, device, here)
+            if own.type == "cuda":
+                torch.cuda.set_device(own)  # of the program's thread: "cuda" is this one from here on
+            shards, replicas = everyone, None
+            if size < world_size or backend != "gloo":
+                shards = _mine([range(start, start + size) for start in range(0, world_size, size)], backend, limit_s)
+                made.callback(_end, [shards])
+            if size < world_size:
+                replicas = _mine([range(start, world_size, size) for start in range(size)], backend, limit_s)
+        groups = Groups(everyone, shards, replicas, here, own, on_card, uses_nccl="nccl" in backend)
+        made.pop_all()
+        made.callback(groups.close)
         _connect(groups)
-    except BaseException:
-        groups.close()
-        raise
+        made.pop_all()
     return groups
+
+
+@contextmanager
+def _late_within(limit_s: float) -> Iterator[None]:
+    """torch tells of a rank that does not come by an address, if at all."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except RuntimeError as error:
+        told = f"the ranks have not joined: one has ended, or has not come within {limit_s:g} s. Look at the logs of all"
+        raise ConfigError(f"{told}. {error}") from error
 
 
 def _meet(everyone: Any, size: int) -> Here:
@@ -231,10 +243,10 @@ def tell(group: Any, mine: T) -> list[T]:
     return told
 
 
-def _mine(members: Sequence[Sequence[int]], backend: str, limit: timedelta) -> Any:
+def _mine(members: Sequence[Sequence[int]], backend: str, limit_s: float) -> Any:
     """Of these groups, which every rank makes in the same order, the one that this rank is in."""
     with _without_watchdog():
-        groups = [dist.new_group(list(ranks), backend=backend, timeout=limit) for ranks in members]
+        groups = [dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=limit_s)) for ranks in members]
     mine = next(group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
     names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     names[_Lasting(mine)] = names.pop(mine)
@@ -308,7 +320,7 @@ def _make_world(timeout_s: float) -> None:
         raise ConfigError(f"WORLD_SIZE is {wanted['WORLD_SIZE']}, but {', '.join(missing)} is not set: start the ranks with torchrun")
     try:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout_s, _START_S)))
+        dist.init_process_group(backend, timeout=timedelta(seconds=_START_S + timeout_s))
     except Exception as error:
         raise ConfigError(f"no process group of {wanted['WORLD_SIZE']} ranks at {wanted['MASTER_ADDR']}:{wanted['MASTER_PORT']}: {error}") from error
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from infinity.errors import ClosedError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
+from infinity.sharding.calls import Call, Calls, no_calls, telling
 from infinity.sharding.groups import COLLECTIVE, all_gather
-from infinity.sharding.steps import Step, Steps, no_steps, telling
 from infinity.sharding.watch import FAILED, SharedStore, Watch
 from infinity.storage.motions import Motion, Motions
 from infinity.storage.streams import OnStream
@@ -124,7 +124,7 @@ class Collective:
     name: str
     tensor: torch.Tensor
     """What passes. Where it is on a GPU the device does it, on the stream of collectives."""
-    operation: Callable[[Any], Steps[object]]
+    operation: Callable[[Any], Calls[object]]
     """Given what the hosts' meeting before it has found out, or None."""
     after: Sequence[Work] = ()
     """What has to be over on this rank first."""
@@ -140,7 +140,7 @@ class Meeting:
     """The process group whose ranks do them together."""
     number: int = 0
     """Of 64 bits with its sign, compared with the names."""
-    first: Callable[[], Steps[Any]] | None = None
+    first: Callable[[], Calls[Any]] | None = None
     """What the hosts do where not all of them have the same `number`."""
     is_patient: bool = False
     """It begins once every rank has come to it, however long that takes."""
@@ -272,7 +272,7 @@ class Issuer:
             self.lose(RankError(f"all ranks have come to {oldest.name}, which was not over on the device of rank {self._rank} within {limit_s:g} s"))
 
     def _take_turn(self, turn: _Turn) -> None:
-        agreement: Steps[Any] = self._agree(turn)
+        agreement: Calls[Any] = self._agree(turn)
         while turn.left:
             work, collective = turn.left.popleft()
             if work.has_failed():  # a rank was lost before, and all the others have failed too
@@ -283,14 +283,14 @@ class Issuer:
                 return
             work.begin(outcome)
             self._forget_completed()
-            agreement = no_steps()
+            agreement = no_calls()
 
     def _forget_completed(self) -> None:
         with self._lock:
             while self._waiting and (oldest := next(iter(self._waiting))).is_completed():
                 del self._waiting[oldest]
 
-    def _do(self, work: RankWork, collective: Collective, agreement: Steps[Any], meeting: Meeting) -> Motion | InfinityError | None:
+    def _do(self, work: RankWork, collective: Collective, agreement: Calls[Any], meeting: Meeting) -> Motion | InfinityError | None:
         """One collective, to its end or up to where the device has it. What goes wrong beside it, in what it waits for or leads to, is this
         rank's own error, and the others' loss."""
         began = time.monotonic()
@@ -309,26 +309,31 @@ class Issuer:
         self._watch.tell(self._begun, BETWEEN)
         return motion
 
-    def _perform(self, collective: Collective, agreement: Steps[Any], meeting: Meeting) -> None:
+    def _perform(self, collective: Collective, agreement: Calls[Any], meeting: Meeting) -> None:
         """From beginning to end."""
         for motion in collective.after:
             motion.wait()
         if meeting.is_patient:
             self._meet()
+        until = self._until()
         with self._timeline.span(Lane.COMM, collective.name, collective.tensor.nbytes):
-            self._finish(collective.operation(self._finish(agreement)))
+            self._finish(collective.operation(self._finish(agreement, until)), until)
 
-    def _queue(self, collective: Collective, agreement: Steps[Any]) -> Motion:
+    def _queue(self, collective: Collective, agreement: Calls[Any]) -> Motion:
         """On the stream of collectives, once every rank's host has come to its turn."""
         assert self._motions is not None
         with OnStream(self._motions.stream(Lane.COMM)):
             for motion in collective.after:
                 follow(motion)
-        told = self._finish(agreement)
-        nbytes = collective.tensor.nbytes
-        return self._motions.run(Lane.COMM, collective.name, nbytes, lambda: self._finish(collective.operation(told)), collective.holds)
+        until = self._until()
+        told = self._finish(agreement, until)
 
-    def _agree(self, turn: _Turn) -> Steps[Any]:
+        def operation() -> None:
+            self._finish(collective.operation(told), until)
+
+        return self._motions.run(Lane.COMM, collective.name, collective.tensor.nbytes, operation, collective.holds)
+
+    def _agree(self, turn: _Turn) -> Calls[Any]:
         """What the ranks have come to is the same on all; then what they tell each other."""
         meeting = turn.meeting
         is_same = yield from self._compare(turn.names, meeting.number, meeting.among)
@@ -346,49 +351,50 @@ class Issuer:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _compare(self, names: Sequence[str], number: int, group: Any) -> Steps[bool]:
+    def _compare(self, names: Sequence[str], number: int, group: Any) -> Calls[bool]:
         """Whether all ranks have the same number. Raises TraceError, on all of them, where they have come to different collectives: of gathers of
         equal size nobody else would notice. RankError where one has come to its failure instead.
         """
         mine = torch.tensor([zlib.crc32("\n".join(names).encode()), number])
         everybodys = torch.empty(dist.get_world_size(group) * len(mine), dtype=mine.dtype)
-        yield Step(all_gather(everybodys, mine, group=group, async_op=True), group, (everybodys, mine))
+        yield Call(all_gather(everybodys, mine, group=group, async_op=True), group, (everybodys, mine))
         told = everybodys.tolist()
         if len(set(told[::2])) > 1:
             ranks, turns = zip(*(yield from telling(group, (self._rank, names))), strict=True)
             self._refuse(turns, ranks)
         return len(set(told[1::2])) == 1
 
-    def _finish(self, steps: Steps[T]) -> T:
+    def _until(self) -> float:
+        """When what ranks do together now has to be over, on the monotonic clock."""
+        return time.monotonic() + COLLECTIVE * self._timeout_s
+
+    def _finish(self, calls: Calls[T], until: float) -> T:
         """One after the other, to their end."""
         while True:
             try:
-                step = next(steps)
+                call = next(calls)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-            if step.work is not None:
-                self._await(step, step.work)
+            if call.work is not None:
+                self._await(call, call.work, until)
 
-    def _await(self, step: Step, work: dist.Work) -> None:
+    def _await(self, call: Call, work: dist.Work, until: float) -> None:
         """Wait for gloo, or until a rank is lost: for one that was stopped gloo itself waits to the group's timeout, and this thread must not come
         back once Python has begun to end, which aborts the process. Raises TimeoutError where a rank lives and does not come, or is too slow.
         """
-        limit_s = COLLECTIVE * self._timeout_s
-        began = time.monotonic()
-        while True:
-            glanced = time.monotonic()
-            try:
+        while not work.is_completed():
+            if self._error is not None:
+                _keep(call)
+                raise self._error
+            if time.monotonic() > until:
+                _keep(call)
+                raise TimeoutError(
+                    f"{COLLECTIVE * self._timeout_s:g} s have passed, {COLLECTIVE} times zero.timeout_s: raise that where a rank may be alone, or a "
+                    "transfer take, for so long"
+                )
+            with suppress(RuntimeError):  # the glance is over, or gloo has failed
                 work.wait(timedelta(seconds=_GLANCE_S))
-                return
-            except RuntimeError:  # the glance is over, or gloo has failed
-                if time.monotonic() - glanced < _GLANCE_S / 2:
-                    raise
-                if self._error is not None:
-                    _keep(step)
-                    raise
-            if time.monotonic() - began > limit_s:
-                _keep(step)
-                raise TimeoutError(f"It was not over within {limit_s:g} s.")
+        work.wait()
 
     def _refuse(self, turns: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
         """What those ranks have come to differs."""
@@ -442,11 +448,10 @@ class Issuer:
             logger.warning("what is queued between the ranks' GPUs could not be ended: %s", error)
 
 
-def _keep(step: Step) -> None:
+def _keep(call: Call) -> None:
     """What gloo has is not let go of any more, not at Python's end either, which empties every module: tensors, as the last to do so would be
     gloo's thread, which then aborts the process; and the group, as that waits for what is in it."""
-    for each in (step.work, step.group, *step.tensors):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))
 
 
 def _do_not_abort() -> None:

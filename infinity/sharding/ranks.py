@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity.errors import ConfigError, InfinityError, RankError
+from infinity.sharding.calls import Call, Calls, no_calls, telling
 from infinity.sharding.groups import ALONE_HERE, Groups, all_gather, join_groups, reduce_scatter
 from infinity.sharding.issuer import Collective, Issuer, Meeting, distinct, named_ranks
 from infinity.sharding.layout import Interval
-from infinity.sharding.steps import Step, Steps, no_steps, telling
 from infinity.sharding.watch import FAILED
 from infinity.storage.stream_work import stream_work
 from infinity.storage.work import COMPLETED, Work, join
@@ -115,7 +115,7 @@ class Ranks:
             then(full, members)
             return COMPLETED
 
-        def mean(union: frozenset[int] | None) -> Steps[None]:
+        def mean(union: frozenset[int] | None) -> Calls[None]:
             own = yield from self._average(full)
             then(own, members if union is None else union)
 
@@ -150,8 +150,8 @@ class Ranks:
         """Once the work is over, everybody's `tensor` (contiguous, on the CPU, of any dtype) is rank 0's to the bit."""
         flat = tensor.view(-1).view(torch.uint8)
 
-        def operation(_: None) -> Steps[None]:
-            yield Step(dist.broadcast(flat, src=0, group=self._group, async_op=True), self._group, (flat,))
+        def operation(_: None) -> Calls[None]:
+            yield Call(dist.broadcast(flat, src=0, group=self._group, async_op=True), self._group, (flat,))
 
         return self._ask(Collective(f"broadcast of {name}", tensor, operation))
 
@@ -189,7 +189,7 @@ class Ranks:
         except Exception as error:
             with suppress(InfinityError):  # the others', which this one has caused; or that which the body ended with
                 told = f"{FAILED}{what} failed on rank {self.rank}: {type(error).__name__}: {error}"
-                self._ask(Collective(told, _NOTHING, lambda _: no_steps())).wait()
+                self._ask(Collective(told, _NOTHING, lambda _: no_calls())).wait()
             raise
         self.everybodys(None, what)
 
@@ -223,28 +223,28 @@ class Ranks:
         full, group = gather.full, self._shards
         own = full[_slice(self.shard(full.numel()))] if gather.own is None else gather.own
 
-        def operation(_: None) -> Steps[None]:
-            yield Step(all_gather(full, own, group=group, async_op=self._is_gloos(full)), group, (full, own))
+        def operation(_: None) -> Calls[None]:
+            yield Call(all_gather(full, own, group=group, async_op=self._goes_over_gloo(full)), group, (full, own))
 
         return Collective(f"gather of {gather.name}", full, operation, gather.after, holds=(full, own))
 
-    def _average(self, full: Tensor) -> Steps[Tensor]:
+    def _average(self, full: Tensor) -> Calls[Tensor]:
         """This rank's shard of the mean over all ranks; the rest of `full` is undefined from here on."""
         own = full[_slice(self.shard(full.numel()))]
-        is_gloos = self._is_gloos(full)
+        over_gloo = self._goes_over_gloo(full)
         if full.is_cuda:
             full.record_stream(torch.cuda.current_stream(full.device))  # whoever let go of it made it on another
         full.div_(self.world_size)
-        if self.shard_size > 1 and is_gloos:  # its reduce-scatter is an all-reduce too, of a copy, and no limit ends waiting for it
-            yield Step(dist.all_reduce(full, group=self._shards, async_op=True), self._shards, (full,))
+        if self.shard_size > 1 and over_gloo:  # its reduce-scatter is an all-reduce too, of a copy, and no limit ends waiting for it
+            yield Call(dist.all_reduce(full, group=self._shards, async_op=True), self._shards, (full,))
         elif self.shard_size > 1:
             reduce_scatter(own, full, group=self._shards)
         if self._replicas is not None:
-            yield Step(dist.all_reduce(own, group=self._replicas, async_op=is_gloos), self._replicas, (own,))
+            yield Call(dist.all_reduce(own, group=self._replicas, async_op=over_gloo), self._replicas, (own,))
         return own
 
-    def _is_gloos(self, tensor: Tensor) -> bool:
-        """Whether a collective of it is; those of NCCL are left to the stream."""
+    def _goes_over_gloo(self, tensor: Tensor) -> bool:
+        """NCCL's collectives are left to the stream."""
         return not (tensor.is_cuda and self._groups is not None and self._groups.uses_nccl)
 
     def _exchange(self, value: T, name: str, *, is_patient: bool = False) -> list[T]:
@@ -252,7 +252,7 @@ class Ranks:
             return [value]
         values: list[T] = []
 
-        def operation(_: None) -> Steps[None]:
+        def operation(_: None) -> Calls[None]:
             values.extend((yield from telling(self._group, value)))
 
         self._ask(Collective(f"comparison of {name}", _NOTHING, operation), Meeting(self._group, is_patient=is_patient)).wait()
@@ -264,15 +264,15 @@ class Ranks:
             return mine, COMPLETED
         cells = torch.zeros(self.world_size, dtype=mine.dtype)
 
-        def operation(_: None) -> Steps[None]:
-            yield Step(all_gather(cells, mine, group=self._group, async_op=True), self._group, (cells, mine))
+        def operation(_: None) -> Calls[None]:
+            yield Call(all_gather(cells, mine, group=self._group, async_op=True), self._group, (cells, mine))
 
         return cells, self._ask(Collective(name, cells, operation))
 
-    def _union(self, members: frozenset[int], count: int) -> Steps[frozenset[int]]:
+    def _union(self, members: frozenset[int], count: int) -> Calls[frozenset[int]]:
         mask = torch.zeros(count, dtype=torch.uint8)
         mask[sorted(members)] = 1
-        yield Step(dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group, async_op=True), self._group, (mask,))
+        yield Call(dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group, async_op=True), self._group, (mask,))
         return frozenset(mask.nonzero().flatten().tolist())
 
     def _ask(self, collective: Collective, meeting: Meeting | None = None) -> Work:

@@ -13,11 +13,11 @@ from models import tiny_gpt
 import infinity
 from infinity.errors import CapacityError, InfinityError, RankError
 from infinity.kinds import Group, Lane, Tier
+from infinity.sharding.calls import Call, no_calls
 from infinity.sharding.groups import Groups, Here, all_gather
 from infinity.sharding.issuer import Collective, Issuer, Meeting
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.stages import STAGES
-from infinity.sharding.steps import Step, no_steps
 from infinity.storage.stream_work import stream_work
 from infinity.timeline import Timeline
 from tests.gpu.test_engine import distance
@@ -221,7 +221,7 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     torch.add(full, 3, out=full)
 
     def operation(_):
-        yield Step(all_gather(own, full, group=group), group, (own, full))
+        yield Call(all_gather(own, full, group=group), group, (own, full))
 
     collective = Collective("gather", own, operation, [stream_work(device)], holds=(own, full))
     (gather,) = issuer.ask([collective], Meeting(group))
@@ -234,7 +234,7 @@ def alone_over_nccl(rank, world_size, folder, is_lost):
     else:
         assert issuer.close()
     try:
-        issuer.ask([Collective("another", own, lambda _: no_steps())], Meeting(group))
+        issuer.ask([Collective("another", own, lambda _: no_calls())], Meeting(group))
         error = ""
     except InfinityError as told:
         error = str(told)

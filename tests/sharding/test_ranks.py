@@ -17,6 +17,7 @@ import torch.distributed as dist
 from infinity.errors import ClosedError, ConfigError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
 from infinity.optim.promise import Promise
+from infinity.sharding import groups
 from infinity.sharding.groups import _HOLDS_INTERPRETER, COLLECTIVE, leave_world
 from infinity.sharding.issuer import BETWEEN, Collective, Issuer
 from infinity.sharding.ranks import Gather, Ranks, _digest, join_ranks
@@ -215,6 +216,20 @@ def divide_differently(rank, world_size):
 def test_groups_that_differ_are_named_on_all_ranks_and_none_is_left():
     told = "zero.shard_group differs between ranks: 1 on rank 0, 2 on rank 1. Give every rank the same"
     assert run_ranks(divide_differently, 2) == [(told, 0)] * 2
+
+
+def come_late(rank, world_size):
+    groups._START_S = 0.0
+    if rank == 1:
+        time.sleep(2 * TIMEOUT_S)
+    ranks_of(timeout_s=TIMEOUT_S / 3)
+
+
+def test_a_rank_that_does_not_join_is_waited_for_so_long_and_no_longer():
+    with job(come_late, 2) as running:
+        told = [running.outcome(rank).error for rank in range(2)]
+    for error in told:
+        assert error.startswith("ConfigError: the ranks have not joined: one has ended, or has not come within 2 s. Look at the logs of all.")
 
 
 def compare(rank, world_size):
@@ -416,7 +431,7 @@ def test_a_rank_that_lives_and_does_not_come_is_found_by_its_count():
         told = [running.outcome(rank) for rank in (0, 2)]
     for outcome in told:
         assert outcome.error.startswith("RankError: gather of second, collective number 2, failed on rank")
-        assert f"rank 1 is behind, at: {BETWEEN}" in outcome.error
+        assert f"rank 1 is behind, at: {BETWEEN}. {TIMEOUT_S:g} s have passed, 2 times zero.timeout_s: raise that" in outcome.error
 
 
 def count_threads(rank, world_size):

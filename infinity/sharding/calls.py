@@ -1,4 +1,4 @@
-"""What the ranks' hosts do one after the other, so that whoever waits for it may look up in between."""
+"""What the ranks' hosts call of torch.distributed, one after the other, so that whoever waits may look up in between."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from infinity.sharding.groups import all_gather
 T = TypeVar("T")
 
 
-class Step(NamedTuple):
-    """One call of torch.distributed."""
+class Call(NamedTuple):
+    """One that has been made."""
 
     work: dist.Work | None
     """Under way; None where the device has it, on the current stream."""
@@ -25,23 +25,23 @@ class Step(NamedTuple):
     """Read and written until then."""
 
 
-Steps = Generator[Step, None, T]
-"""The way to a T: each step is over before the next is asked for."""
+Calls = Generator[Call, None, T]
+"""The way to a T: each call is over before the next is made."""
 
 
-def no_steps() -> Steps[None]:
+def no_calls() -> Calls[None]:
     yield from ()
 
 
-def telling(group: Any, mine: T) -> Steps[list[T]]:
+def telling(group: Any, mine: T) -> Calls[list[T]]:
     """What each rank of the group has, in its order; anything that pickles. torch's all_gather_object waits by itself."""
     said = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     size = dist.get_world_size(group)
     length, lengths = torch.tensor([said.numel()]), torch.empty(size, dtype=torch.int64)
-    yield Step(all_gather(lengths, length, group=group, async_op=True), group, (lengths, length))
+    yield Call(all_gather(lengths, length, group=group, async_op=True), group, (lengths, length))
     padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
     padded[: said.numel()] = said
     everybodys = torch.empty(size * padded.numel(), dtype=torch.uint8)
-    yield Step(all_gather(everybodys, padded, group=group, async_op=True), group, (everybodys, padded))
+    yield Call(all_gather(everybodys, padded, group=group, async_op=True), group, (everybodys, padded))
     parts = everybodys.view(size, -1)
     return [pickle.loads(part[:count].numpy().tobytes()) for part, count in zip(parts, lengths.tolist(), strict=True)]
