@@ -152,7 +152,7 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
     size = shard_size(world_size, shard_group)
     limit_s = _START_S + COLLECTIVE * timeout_s
     with ExitStack() as made:
-        with _late_within(limit_s):
+        with _joining(limit_s):
             everyone = _mine([range(world_size)], "gloo", limit_s)
             made.callback(_end, [everyone])
             here = _meet(everyone, size)
@@ -174,7 +174,7 @@ def join_groups(device: str, *, timeout_s: float, shard_group: int | None = None
 
 
 @contextmanager
-def _late_within(limit_s: float) -> Iterator[None]:
+def _joining(limit_s: float) -> Iterator[None]:
     """torch tells of a rank that does not come by an address, if at all."""
     try:
         yield

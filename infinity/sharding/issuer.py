@@ -365,7 +365,7 @@ class Issuer:
         return len(set(told[1::2])) == 1
 
     def _until(self) -> float:
-        """When what ranks do together now has to be over, on the monotonic clock."""
+        """When what ranks begin together now has to be over, on the monotonic clock."""
         return time.monotonic() + COLLECTIVE * self._timeout_s
 
     def _finish(self, calls: Calls[T], until: float) -> T:
