@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from infinity.sharding.groups import all_gather
-
 T = TypeVar("T")
+
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""By their names since torch 2.13, or the older ones."""
 
 
 class Call(NamedTuple):
@@ -31,6 +33,17 @@ Calls = Generator[Call, None, T]
 
 def no_calls() -> Calls[None]:
     yield from ()
+
+
+def finish(calls: Calls[T], wait: Callable[[Call, dist.Work], object]) -> T:
+    """One after the other, to their end; `wait` for each that the device does not have."""
+    while True:
+        try:
+            call = next(calls)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        if call.work is not None:
+            wait(call, call.work)
 
 
 def telling(group: Any, mine: T) -> Calls[list[T]]:

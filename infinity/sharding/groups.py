@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,16 +15,13 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from infinity.device import choose_device
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError
+from infinity.sharding.calls import all_gather, finish, reduce_scatter, telling
 from infinity.timeline import this_host
 
 logger = logging.getLogger("infinity")
 
 T = TypeVar("T")
-
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""By their names since torch 2.13, or the older ones."""
 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Read when a group is made: 0 turns off that torch ends the process (torch.distributed's documentation)."""
@@ -178,8 +175,6 @@ def _joining(limit_s: float) -> Iterator[None]:
     """torch tells of a rank that does not come by an address, if at all."""
     try:
         yield
-    except InfinityError:
-        raise
     except RuntimeError as error:
         told = f"the ranks have not joined: one has ended, or has not come within {limit_s:g} s. Look at the logs of all"
         raise ConfigError(f"{told}. {error}") from error
@@ -187,7 +182,7 @@ def _joining(limit_s: float) -> Iterator[None]:
 
 def _meet(everyone: Any, size: int) -> Here:
     """Who is on this machine. Raises ConfigError, on all ranks, where they would make different groups."""
-    told = tell(everyone, (this_host(), size))
+    told = _tell(everyone, (this_host(), size))
     hosts, sizes = [host for host, _ in told], [other for _, other in told]
     other = first_other(sizes)
     if other is not None:
@@ -216,7 +211,7 @@ def _choose_devices(everyone: Any, name: str, here: Here) -> tuple[torch.device,
         found = _Found(device.type, _card(device), "")
     except Exception as error:  # of the driver too: the others wait
         found = _Found("", "", str(error))
-    told = tell(everyone, found)
+    told = _tell(everyone, found)
     errors = [f"{other.error} (rank {rank})" for rank, other in enumerate(told) if other.error]
     if errors:
         raise ConfigError(errors[0])
@@ -236,11 +231,9 @@ def _card(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def tell(group: Any, mine: T) -> list[T]:
-    """What each rank of the group has, in its order; anything that pickles. Waits."""
-    told: list[Any] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
-    return told
+def _tell(group: Any, mine: T) -> list[T]:
+    """What each rank has; waits for gloo as long as it does."""
+    return finish(telling(group, mine), lambda _, work: work.wait())
 
 
 def _mine(members: Sequence[Sequence[int]], backend: str, limit_s: float) -> Any:

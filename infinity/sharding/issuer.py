@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from infinity.errors import ClosedError, InfinityError, MoverError, RankError, TraceError
 from infinity.kinds import Lane
-from infinity.sharding.calls import Call, Calls, no_calls, telling
-from infinity.sharding.groups import COLLECTIVE, all_gather
+from infinity.sharding.calls import Call, Calls, all_gather, finish, no_calls, telling
+from infinity.sharding.groups import COLLECTIVE
 from infinity.sharding.watch import FAILED, SharedStore, Watch
 from infinity.storage.motions import Motion, Motions
 from infinity.storage.streams import OnStream
@@ -369,14 +369,7 @@ class Issuer:
         return time.monotonic() + COLLECTIVE * self._timeout_s
 
     def _finish(self, calls: Calls[T], until: float) -> T:
-        """One after the other, to their end."""
-        while True:
-            try:
-                call = next(calls)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            if call.work is not None:
-                self._await(call, call.work, until)
+        return finish(calls, lambda call, work: self._await(call, work, until))
 
     def _await(self, call: Call, work: dist.Work, until: float) -> None:
         """Wait for gloo, or until a rank is lost: for one that was stopped gloo itself waits to the group's timeout, and this thread must not come

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity.errors import ConfigError, InfinityError, RankError
-from infinity.sharding.calls import Call, Calls, no_calls, telling
-from infinity.sharding.groups import ALONE_HERE, Groups, all_gather, join_groups, reduce_scatter
+from infinity.sharding.calls import Call, Calls, all_gather, no_calls, reduce_scatter, telling
+from infinity.sharding.groups import ALONE_HERE, Groups, join_groups
 from infinity.sharding.issuer import Collective, Issuer, Meeting, distinct, named_ranks
 from infinity.sharding.layout import Interval
 from infinity.sharding.watch import FAILED

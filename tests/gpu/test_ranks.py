@@ -13,8 +13,8 @@ from models import tiny_gpt
 import infinity
 from infinity.errors import CapacityError, InfinityError, RankError
 from infinity.kinds import Group, Lane, Tier
-from infinity.sharding.calls import Call, no_calls
-from infinity.sharding.groups import Groups, Here, all_gather
+from infinity.sharding.calls import Call, all_gather, no_calls
+from infinity.sharding.groups import Groups, Here
 from infinity.sharding.issuer import Collective, Issuer, Meeting
 from infinity.sharding.ranks import Ranks
 from infinity.sharding.stages import STAGES
